@@ -36,9 +36,9 @@ def rounded(x: Tensor, size: Size) -> Tensor:
 
 
 def turned(x: Tensor, size: Size) -> Tensor:
-    """The rows of ``x`` as an operand of a product over rows: blocks that are not square are rounded again."""
+    """The rows of ``x`` as an operand of a product over rows, in other blocks where they are not square."""
     rows = x.reshape(-1, x.shape[-1])
-    return rows if size is None or is_square(size) else rounded(rows.mT, operand_size(size)).mT
+    return rounded(rows, size) if size is None or is_square(size) else rounded(rows.mT, operand_size(size)).mT
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,22 @@ class Round(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """``x @ weight + bias`` of rounded operands, and its gradients, also of rounded operands."""
+    """``x @ weight + bias`` of operands that it rounds, and its gradients, also of rounded operands."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, sizes: Sizes) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sizes = sizes
         w = rounded(weight.mT, _operand(sizes.activations))
-        return x @ w.mT + bias
+        return rounded(x, sizes.activations) @ w.mT + bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         (x, weight), sizes = ctx.saved_tensors, ctx.sizes
         w = rounded(weight, _operand(sizes.gradients))
         of_x = rounded(grad, sizes.gradients) @ w.mT
-        right = rounded(grad, sizes.gradients).reshape(-1, grad.shape[-1])
-        if sizes.gradients is not None and not is_square(sizes.gradients):
-            right = turned(grad, sizes.gradients)
-        return of_x, turned(x, sizes.activations).mT @ right, grad.flatten(0, -2).sum(0), None
+        of_weight = turned(x, sizes.activations).mT @ turned(grad, sizes.gradients)
+        return of_x, of_weight, grad.flatten(0, -2).sum(0), None
 
 
 def _operand(size: Size) -> Size:
@@ -120,8 +118,7 @@ class SimulatedGPT(nn.Module):
             for part in self._product(attention.c_attn, x).chunk(3, dim=-1)
         )
         found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        joined = self._after(found.transpose(1, 2).flatten(2))
-        proj = attention.c_proj
+        joined, proj = found.transpose(1, 2).flatten(2), attention.c_proj
         return self._after(Product.apply(joined, proj.weight, proj.bias, self.sizes))
 
     def _product(self, linear: Any, x: Tensor) -> Tensor:

@@ -150,6 +150,7 @@ def linears_for_conv1d(model: nn.Module) -> nn.Module:
 PROVIDERS = {
     "bf16": Provider(lambda model: model, "bf16"),
     "qframework": Provider(_int8, "int8"),
+    "qframework_weights_again": Provider(lambda model: _int8(model, keep_weights=False), "int8"),
     "qframework_mixed_attention": Provider(lambda model: _int8(model, attention="mixed"), "int8"),
     "torchao_fp8": Provider(_fp8, "fp8"),
 }
@@ -308,8 +309,12 @@ class Measurement:
 
 def run(results: Results, options: argparse.Namespace, device: str) -> None:
     """Measure all models and providers: each in its own process, or on a CPU and in smoke runs, all in this one."""
-    names = list(SMOKE) if options.smoke else options.models
-    plans = [Plan(model, provider, options, device) for model in names for provider in options.providers]
+    models = [(name, options.layers) for name in SMOKE] if options.smoke else options.models
+    plans = [
+        Plan(name, provider, argparse.Namespace(**vars(options) | {"layers": layers or options.layers}), device)
+        for name, layers in models
+        for provider in options.providers
+    ]
     if device == "cuda" and not options.smoke:
         run_plans(results, Measurement, plans, Plan.identities, limits_of(options), options.jobs)
         return
@@ -320,10 +325,19 @@ def run(results: Results, options: argparse.Namespace, device: str) -> None:
         results.add(*answers.complete(plan.identities()))
 
 
+def parse_models(text: str) -> list[tuple[str, int | None]]:
+    """Models and how many of their blocks to keep, of ``NAME`` or ``NAME:BLOCKS``, separated by commas."""
+    parts = [part.partition(":") for part in text.split(",")]
+    names = comma_separated(MODELS)(",".join(name for name, _, _ in parts))
+    return [(name, int(blocks) if blocks else None) for name, (_, _, blocks) in zip(names, parts, strict=True)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit status."""
     parser = argument_parser("training_models", __doc__)
-    parser.add_argument("--models", type=comma_separated(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--models", type=parse_models, default=[(name, None) for name in MODELS], help="a name, or NAME:BLOCKS"
+    )
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
     parser.add_argument("--layers", type=int, default=None, help="blocks of each model (default: all)")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")

@@ -25,7 +25,13 @@ from qframework.kernels.blocks.gated_activation import block_gated_activation, b
 from qframework.kernels.blocks.linear.block_linear import block_linear
 from qframework.kernels.blocks.norm import block_layer_norm, block_rms_norm
 from qframework.kernels.blocks.norm_backward import block_layer_norm_backward, block_rms_norm_backward
-from qframework.kernels.blocks.quantize import block_dequantize, block_quantize, block_quantize_both, block_transpose
+from qframework.kernels.blocks.quantize import (
+    block_dequantize,
+    block_quantize,
+    block_quantize_both,
+    block_transpose,
+    block_transpose_sum,
+)
 from qframework.kernels.blocks.sum_rows import block_sum_rows
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.linear.int8_linear import int8_linear
@@ -51,6 +57,7 @@ __all__ = [
     "block_rms_norm_backward",
     "block_sum_rows",
     "block_transpose",
+    "block_transpose_sum",
     "cache_append",
     "cpu_implementation",
     "decode_attention",

@@ -78,6 +78,7 @@ def convert_to_int8_training(
     stochastic_gradients: bool = False,
     attention: AttentionGradient = "float",
     skip_slower: bool = True,
+    keep_weights: bool = True,
 ) -> nn.Module:
     """Make the modules of ``model``'s transformer blocks compute in INT8, in place, and return ``model``.
 
@@ -114,6 +115,9 @@ def convert_to_int8_training(
             :data:`~qframework.training.plan.FASTER_FROM_GATED`. The log and the report name them, and a model of such
             blocks alone does not change. False converts them too, which saves memory for activations and, under CUDA
             graphs, also time from 768 channels on. The baselines convert all blocks.
+        keep_weights: keep the transposes of weights in INT8 from the forward to the backward pass, one byte for each
+            weight, instead of quantizing each weight twice. Pass False under FSDP2 without ``gather_in_int8``: each
+            process would keep those of the whole model. In mode ``"per_block"`` only.
 
     Raises:
         UnsupportedError: an unknown block size, mode or attention; stochastic gradients in a mode other than
@@ -140,7 +144,7 @@ def convert_to_int8_training(
         register_fallbacks()
     with ExitStack() as undo:
         undo.callback(_undo, model)
-        _apply(model, plan, stochastic_gradients)
+        _apply(model, plan, stochastic_gradients, keep_weights)
         if check_finite:
             watch(model)
         undo.pop_all()
@@ -178,7 +182,7 @@ def restore_float(model: nn.Module) -> nn.Module:
     return model
 
 
-def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool) -> None:
+def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool, keep_weights: bool) -> None:
     model.__dict__[_REPORT] = ConversionReport(
         plan.mode, plan.block_size, tuple(plan.blocks.values()), plan.converted, tuple(plan.kept), tuple(plan.narrow)
     )
@@ -192,6 +196,8 @@ def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool) -
             ) from error
         if stochastic_gradients and new.settings.get("output") == "float":  # the others' gradients come in blocks
             module.__dict__["stochastic_gradients"] = True
+        if "keep_weight" in new.settings:
+            module.__dict__["keep_weight"] = keep_weights
     if plan.blocks and plan.mode == "per_block":
         _set_boundaries(model, plan, stochastic_gradients)
 

@@ -3,11 +3,14 @@
 Operands are in blocks, and sums over blocks are in float32::
 
     Y  = X   W^T          W is quantized from the master weight
-    dX = dY  W            W is quantized again, and transposed
-    dW = dY^T X           X was saved in INT8 in the forward pass; a float dY is read once for both products
+    dX = dY  W            W transposed
+    dW = dY^T X           X was saved in INT8 in the forward pass
 
 Along the inner dimension, blocks must have the same length in both operands: W and all transposed tensors are in blocks
 of ``operand_size(block_size)``. Square blocks already are; others are dequantized and quantized again for dW.
+
+A float operand is read once for both of its products: W and a float X in the forward pass, which keeps the second form
+in INT8, a float dY in the backward pass.
 
 Parameters and state dicts are those of the float layer. Master weights stay in float and are never quantized in place.
 """
@@ -37,9 +40,10 @@ Blocks = tuple[Tensor, Tensor]
 
 @torch.compiler.allow_in_graph
 class Int8LinearFunction(Int8Function):
-    """``x @ weight.T + bias`` in blocks, or with ``conv1d`` a weight ``(in, out)``. Saves INT8 and the master weight.
+    """``x @ weight.T + bias`` in blocks, or with ``conv1d`` a weight ``(in, out)``.
 
-    With a seed, a float gradient is rounded stochastically.
+    Saves ``x`` in INT8: blocks as they come, a float transposed, as dW needs it. Saves the weight in INT8 as dX needs
+    it, or with ``keep_weight=False`` the master weight. With a seed, a float gradient is rounded stochastically.
     """
 
     @staticmethod
@@ -53,78 +57,101 @@ class Int8LinearFunction(Int8Function):
         output: Output,
         conv1d: bool,
         seed: Tensor | None,
+        learns: bool,
+        keep_weight: bool,
     ) -> Tensor:
-        blocks = as_blocks(x, block_size)
-        for_x, for_weight, _ = ctx.needs_input_grad[:3]
-        ctx.save_for_backward(blocks if for_weight else None, weight if for_x else None, seed)
+        for_x, for_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
+        blocks, x_kept = activation_blocks(x, block_size, for_weight)
+        w, turned = weight_both_ways(weight, block_size, conv1d, for_x and keep_weight)
+        w_kept = turned or (weight if for_x else None, None)
+        ctx.save_for_backward(*(x_kept or (None, None)), *w_kept, seed)
         ctx.block_size, ctx.conv1d = block_size, conv1d
         ctx.x_dtype, ctx.in_blocks, ctx.weight_dtype = x.dtype, isinstance(x, BlockTensor), weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        w, w_scale = weight_blocks(weight, block_size, transposed=conv1d)
         out_dtype = torch.int8 if output == "block" else dtype
-        y, scale = torch.ops.qframework.block_linear(blocks.q, blocks.scale, w, w_scale, bias, block_size, out_dtype)
+        y, scale = torch.ops.qframework.block_linear(*blocks, *w, bias, block_size, out_dtype)
         return wrap_blocks(y, scale, block_size, dtype) if output == "block" else y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        blocks, weight, seed = ctx.saved_tensors
+        x, x_scale, weight, w_scale, seed = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        upright, transposed = both_ways(grad, ctx.block_size, for_x, for_weight, seed)
+        upright, transposed, grad_bias = gradient_blocks(grad, ctx.block_size, for_weight, for_bias, seed)
         grad_x = grad_weight = None
         if for_x:
-            grad_x = input_gradient(ctx, upright, weight)
+            w = (weight, w_scale)
+            if w_scale is None:
+                w, _ = weight_both_ways(weight, ctx.block_size, not ctx.conv1d, False)
+            grad_x = input_gradient(ctx, upright, w)
         if for_weight:
-            x = torch.ops.qframework.block_transpose(blocks.q, blocks.scale, ctx.block_size)
-            left, right = (x, transposed) if ctx.conv1d else (transposed, x)
+            if x_scale is None:
+                x, x_scale = torch.ops.qframework.block_transpose(x.q, x.scale, ctx.block_size)
+            left, right = ((x, x_scale), transposed) if ctx.conv1d else (transposed, (x, x_scale))
             size = operand_size(ctx.block_size)
             grad_weight, _ = torch.ops.qframework.block_linear(*left, *right, None, size, ctx.weight_dtype)
-        grad_bias = sum_rows(grad).to(ctx.bias_dtype) if for_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, *[None] * 7
 
 
-def weight_blocks(weight: Tensor, block_size: BlockSize, transposed: bool) -> Blocks:
-    """A master weight, or its transpose, in blocks for a product with tensors in ``block_size``.
+def activation_blocks(x: Tensor, block_size: BlockSize, for_weight: bool) -> tuple[Blocks, tuple[Any, ...] | None]:
+    """``x`` in blocks, and what to keep of it for dW: a BlockTensor and None, or the transpose of a float."""
+    if isinstance(x, BlockTensor) or not for_weight:
+        blocks = as_blocks(x, block_size)
+        return (blocks.q, blocks.scale), (blocks, None) if for_weight else None
+    *blocks_of_x, x_t, scale_t = torch.ops.qframework.block_quantize_both(x, block_size)
+    return tuple(blocks_of_x), (x_t, scale_t)
+
+
+def weight_both_ways(
+    weight: Tensor, block_size: BlockSize, transposed: bool, other: bool
+) -> tuple[Blocks, Blocks | None]:
+    """A master weight, or its transpose, in blocks for a product with tensors in ``block_size``; and the ``other`` one.
 
     Square blocks hold the same values in both; others are each quantized from the master weight. A weight that FSDP2
-    gathered in blocks has no master weight here: its transpose is quantized from the blocks.
+    gathered in blocks has no master weight here: its transpose is quantized from the blocks, and never kept.
     """
     size = operand_size(block_size)
     if isinstance(weight, BlockTensor):
         weight = as_blocks(weight, size)
         blocks = weight.q, weight.scale
-        return torch.ops.qframework.block_transpose(*blocks, size) if transposed else blocks
-    if not transposed:
-        return torch.ops.qframework.block_quantize(weight, size)
-    return torch.ops.qframework.block_quantize_both(weight, size)[2:]
+        return torch.ops.qframework.block_transpose(*blocks, size) if transposed else blocks, None
+    if not (transposed or other):
+        return torch.ops.qframework.block_quantize(weight, size), None
+    q, scale, q_t, scale_t = torch.ops.qframework.block_quantize_both(weight, size)
+    first, second = ((q_t, scale_t), (q, scale)) if transposed else ((q, scale), (q_t, scale_t))
+    return first, second if other else None
 
 
-def both_ways(
-    grad: Tensor, block_size: BlockSize, upright: bool, transposed: bool, seed: Tensor | None = None
-) -> tuple[Blocks, Blocks]:
-    """``grad`` in blocks and its transpose, or unused values for what is not requested. Reads a float once."""
+def gradient_blocks(
+    grad: Tensor, block_size: BlockSize, transposed: bool, sums: bool, seed: Tensor | None = None
+) -> tuple[Blocks, Blocks, Tensor | None]:
+    """``grad`` in blocks, its transpose, and the sum of its rows ``(C,)`` fp32; unused values for what is not asked."""
     if not isinstance(grad, BlockTensor):
+        total = sum_rows(grad) if sums else None
         if not transposed:
             q = torch.ops.qframework.block_quantize(grad, block_size, seed)
-            return q, q
+            return q, q, total
         *q, q_t, scale_t = torch.ops.qframework.block_quantize_both(grad, block_size, seed)
-        return tuple(q), (q_t, scale_t)
+        return tuple(q), (q_t, scale_t), total
     q = grad.q, grad.scale
-    return q, torch.ops.qframework.block_transpose(*q, block_size) if transposed else q
-
-
-def input_gradient(ctx: Any, grad: Blocks, weight: Tensor) -> Tensor:
-    """dX, in blocks if X is in blocks."""
-    w = weight_blocks(weight, ctx.block_size, transposed=not ctx.conv1d)
-    out_dtype = torch.int8 if ctx.in_blocks else ctx.x_dtype
-    q, scale = torch.ops.qframework.block_linear(*grad, *w, None, ctx.block_size, out_dtype)
-    return wrap_blocks(q, scale, ctx.block_size, ctx.x_dtype) if ctx.in_blocks else q
+    if transposed and sums:
+        *q_t, total = torch.ops.qframework.block_transpose_sum(*q, block_size)
+        return q, tuple(q_t), total
+    total = torch.ops.qframework.block_sum_rows(*q, block_size) if sums else None
+    return q, torch.ops.qframework.block_transpose(*q, block_size) if transposed else q, total
 
 
 def sum_rows(grad: Tensor) -> Tensor:
-    """The sum of all rows of ``grad (..., C)``, (C,) fp32."""
-    if isinstance(grad, BlockTensor):
-        return torch.ops.qframework.block_sum_rows(grad.q, grad.scale, grad.block_size)
+    """The sum of all rows of a float ``grad (..., C)``, (C,) fp32."""
     return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
+
+
+def input_gradient(ctx: Any, grad: Blocks, weight: Blocks) -> Tensor:
+    """dX, in blocks if X is in blocks."""
+    out_dtype = torch.int8 if ctx.in_blocks else ctx.x_dtype
+    q, scale = torch.ops.qframework.block_linear(*grad, *weight, None, ctx.block_size, out_dtype)
+    return wrap_blocks(q, scale, ctx.block_size, ctx.x_dtype) if ctx.in_blocks else q
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
@@ -147,6 +174,8 @@ class Int8Linear(nn.Linear):
         output: ``"block"`` returns a BlockTensor, ``"float"`` a float tensor, for float operations after the layer.
         stochastic_gradients: while training, round float gradients stochastically, without bias, with a seed from
             torch's generator; gradients in blocks are used unchanged.
+        keep_weight: keep the weight's transpose in INT8 from the forward to the backward pass; otherwise the backward
+            pass quantizes the master weight again.
 
     ``x`` is ``(..., in_features)``, a float tensor or a BlockTensor of the same block size. The result has its dtype,
     or that of autocast. The gradient of a BlockTensor is a BlockTensor; those of parameters are float.
@@ -167,10 +196,11 @@ class Int8Linear(nn.Linear):
         block_size: BlockSize = DEFAULT_BLOCK_SIZE,
         output: Output = "block",
         stochastic_gradients: bool = False,
+        keep_weight: bool = True,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block_size, self.output = check_options(type(self).__name__, block_size, output)
-        self.stochastic_gradients = stochastic_gradients
+        self.stochastic_gradients, self.keep_weight = stochastic_gradients, keep_weight
 
     @classmethod
     def from_float(
@@ -190,7 +220,7 @@ class Int8Linear(nn.Linear):
 def apply_linear(layer: Any, x: Tensor, conv1d: bool) -> Tensor:
     """Apply ``layer`` to ``x``. Draws the seed whether or not gradients are enabled, as checkpointing requires."""
     seed = new_seed(x.device) if layer.stochastic_gradients and layer.training else None
-    options = layer.block_size, result_dtype(x), layer.output, conv1d, seed
+    options = layer.block_size, result_dtype(x), layer.output, conv1d, seed, torch.is_grad_enabled(), layer.keep_weight
     return Int8LinearFunction.apply(x, layer.weight, layer.bias, *options)
 
 
@@ -223,10 +253,11 @@ class Int8Conv1D(Conv1D):
         block_size: BlockSize = DEFAULT_BLOCK_SIZE,
         output: Output = "block",
         stochastic_gradients: bool = False,
+        keep_weight: bool = True,
     ) -> None:
         super().__init__(nf, nx, device, dtype)
         self.block_size, self.output = check_options(type(self).__name__, block_size, output)
-        self.stochastic_gradients = stochastic_gradients
+        self.stochastic_gradients, self.keep_weight = stochastic_gradients, keep_weight
 
     @classmethod
     def from_float(cls, conv: Any, block_size: BlockSize = DEFAULT_BLOCK_SIZE, output: Output = "block") -> Int8Conv1D:

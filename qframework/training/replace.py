@@ -174,7 +174,8 @@ def _rebuilt(
 
 
 def _linear(module: Any, output: str, block_size: BlockSize) -> Replacement:
-    return Replacement(Int8Linear, {"block_size": block_size, "output": output, "stochastic_gradients": False})
+    flags = {"stochastic_gradients": False, "keep_weight": True}
+    return Replacement(Int8Linear, {"block_size": block_size, "output": output, **flags})
 
 
 def _conv1d(module: Any, output: str, block_size: BlockSize) -> Replacement:

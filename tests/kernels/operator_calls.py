@@ -88,6 +88,7 @@ CALLS = {
     "block_quantize_both": lambda: (torch.randn(40, 64), SIZE),
     "block_dequantize": lambda: (*blocks(), SIZE, torch.float16),
     "block_transpose": lambda: (*blocks(), SIZE),
+    "block_transpose_sum": lambda: (*blocks(), SIZE),
     "int8_linear": lambda: (
         *(ints(2, 20, 64), scale(2, 20, 1) / 100, ints(48, 64), scale(48), torch.randn(48).half()),
         *("gelu", torch.randn(2, 20, 48).half(), None, torch.float16),

@@ -197,10 +197,16 @@ def test_saved_tensors_of_a_model_take_one_byte_per_value(block_size: CanonicalS
     x = torch.randn(2, 64, 256)
     half = Block(256, 4).bfloat16()
     floats = saved_bytes(lambda: half(x.bfloat16()), list(half.parameters()))
-    model = convert_to_int8_training(nn.Sequential(Block(256, 4)), block_size)
+    model = convert_to_int8_training(nn.Sequential(Block(256, 4)), block_size, keep_weights=False)
     with torch.autocast("cpu", torch.bfloat16):
         blocks = saved_bytes(lambda: model(x), list(model.parameters()))
     assert floats > 1.49 * blocks
+    with torch.autocast("cpu", torch.bfloat16):
+        restore_float(model)
+        convert_to_int8_training(model, block_size)
+        more = saved_bytes(lambda: model(x), list(model.parameters())) - blocks
+    weights = 12 * 256 * 256
+    assert weights <= more < 1.01 * weights
 
 
 # The way back

@@ -95,14 +95,14 @@ def three_products(x, weight, grad):
 
 
 def three_products_of_blocks(x, weight, grad, block_size, conv1d):
-    """The same of operands as the layer quantizes them: X as it is kept, dY as it comes, W from the master weight."""
-    size, kept = operand_size(block_size), quantize_blocks(x.detach(), block_size)
+    """The same of operands as the layer quantizes them: X and dY as they come, W from the master weight."""
+    size, x = operand_size(block_size), x.detach()
     upright, transposed = in_blocks(weight, size), transposed_in_blocks(weight, size)
     for_y, for_x = (transposed, upright) if conv1d else (upright, transposed)
     return (
-        product(rows(in_blocks(kept, block_size)), for_y),
+        product(rows(in_blocks(x, block_size)), for_y),
         product(rows(in_blocks(grad, block_size)), for_x),
-        product(transposed_in_blocks(grad, block_size), transposed_in_blocks(kept, block_size)),
+        product(transposed_in_blocks(grad, block_size), transposed_in_blocks(x, block_size)),
     )
 
 
@@ -139,7 +139,7 @@ def test_from_blocks_to_blocks(device, block_size, conv1d):
     y = layer(x)
     y.backward(grad)
     (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products_of_blocks(
-        values, given.weight, grad, block_size, conv1d
+        x, given.weight, grad, block_size, conv1d
     )
     exact = exact + given.bias.detach().double()
     assert_half_a_step(y, exact, error + UNIT * exact.abs())
@@ -196,11 +196,11 @@ def test_the_error_of_gradients_against_the_float_layer(block_size, in_blocks):
     m, k, n = 150, 140, 130
     layer = Int8Linear.from_float(nn.Linear(k, n), block_size, "block" if in_blocks else "float")
     x, grad, weight = torch.randn(m, k, requires_grad=True), torch.randn(m, n), layer.weight.detach()
-    kept, given = quantize_blocks(x.detach(), block_size), quantize_blocks(grad, block_size) if in_blocks else grad
+    given = quantize_blocks(grad, block_size) if in_blocks else grad
     layer(x).backward(given)
     of_grad = rounding(blocks_of(given, block_size), grad.shape, block_size)
     of_weight = rounding_of_transpose(weight, operand_size(block_size))
-    of_grad_t, of_x_t = rounding_of_transpose(given, block_size), rounding_of_transpose(kept, block_size)
+    of_grad_t, of_x_t = rounding_of_transpose(given, block_size), rounding_of_transpose(x, block_size)
     for got, a, (most_a, square_a), b, (most_b, square_b) in (
         (x.grad, grad, of_grad, weight.t(), of_weight),
         (layer.weight.grad, grad.t(), of_grad_t, x.detach().t(), of_x_t),
@@ -322,24 +322,55 @@ def saved(layer, x):
     return kept
 
 
+def floats(kept):
+    """Of what is saved, tensors in floats that are not scales."""
+    return [t for t in kept if t.is_floating_point() and not isinstance(t, BlockTensor) and t.numel() > 100]
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("name", ["block", "float", "block of one row", "per_tensor"])
-def test_saves_int8_and_the_master_weight(name):
+def test_saves_int8(name, in_blocks):
+    """And the master weight where it is quantized again: in the baselines, and with keep_weight=False."""
     layer = LAYERS[name](nn.Linear(40, 33))
-    kept = saved(layer, torch.randn(64, 40, requires_grad=True))
-    floats = [t for t in kept if t.is_floating_point() and not isinstance(t, BlockTensor) and t.numel() > 1]
-    assert [t.data_ptr() for t in floats] == [layer.weight.data_ptr()]
+    x = torch.randn(64, 40)
+    if in_blocks and name != "per_tensor":
+        x = quantize_blocks(x, layer.block_size)
+    kept = saved(layer, x.requires_grad_())
+    assert [t.data_ptr() for t in floats(kept)] == ([layer.weight.data_ptr()] if name == "per_tensor" else [])
     assert any(isinstance(t, BlockTensor) or t.dtype == torch.int8 for t in kept)
+    if name != "per_tensor":
+        layer.keep_weight = False
+        assert [t.data_ptr() for t in floats(saved(layer, x))] == [layer.weight.data_ptr()]
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_a_kept_weight_changes_no_result(block_size, conv1d):
+    layer = (Int8Conv1D if conv1d else Int8Linear).from_float(float_layer(conv1d, 70, 50), block_size)
+    values, grad_values = operands((2, 37, 70), 50)
+    grad, found = quantize_blocks(grad_values, block_size), []
+    for keep in (True, False):
+        layer.keep_weight, layer.weight.grad = keep, None
+        x = quantize_blocks(values.detach(), block_size).requires_grad_()
+        y = layer(x)
+        y.backward(grad)
+        found.append([t.dequantize().detach() for t in (y, x.grad)] + [layer.weight.grad])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_saves_only_what_a_gradient_needs():
     layer = Int8Linear(40, 33, output="float")
-    assert all(isinstance(t, BlockTensor) for t in saved(layer, torch.randn(64, 40)))
+    assert sum(t.dtype == torch.int8 for t in saved(layer, torch.randn(64, 40))) == 1
     layer.weight.requires_grad_(False)
-    assert [t.data_ptr() for t in saved(layer, torch.randn(64, 40, requires_grad=True))] == [layer.weight.data_ptr()]
+    (of_weight,) = (t for t in saved(layer, torch.randn(64, 40, requires_grad=True)) if t.dtype == torch.int8)
+    assert of_weight.shape == (40, 33)
     x = torch.randn(4, 40, requires_grad=True)
     layer(x).sum().backward()
     assert layer.weight.grad is None
     assert x.grad is not None
+    with torch.no_grad():
+        assert saved(layer, x) == []
 
 
 def test_weights_are_quantized_again_before_each_product():

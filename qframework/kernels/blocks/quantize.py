@@ -9,13 +9,13 @@ or, with a seed, ``q = clamp(floor(block * (1 / scale) + u), -127, 127)`` with u
 products, which both need operands with the inner dimension innermost. The transpose of square blocks has the same
 values and the transposed scales. Other blocks are quantized again, in blocks of ``operand_size``:
 ``block_quantize_both`` quantizes the transpose of ``x``, ``block_transpose`` that of the dequantized blocks.
+``block_transpose_sum`` also sums the rows, for the gradients of a weight and of a bias in one pass over the blocks.
 
 Layout: ``x (..., C)``, R = prod(leading) rows; blocks as in format.py. References: ``block_*_ref``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ from qframework.kernels.blocks.primitives import (
     tile_noise,
     times_blocks,
 )
+from qframework.kernels.blocks.sum_rows import add_up
 from qframework.kernels.blocks.tiles import Blocks, check_seed, contiguous, empty_blocks, rows_and_columns
 from qframework.kernels.runtime.checks import check_dtype, check_float_input, rows_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
@@ -53,6 +54,7 @@ from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
 BothBlocks = tuple[Tensor, Tensor, Tensor, Tensor]
+BlocksAndSums = tuple[Tensor, Tensor, Tensor]
 
 
 class BlockQuantizeArguments(NamedTuple):
@@ -116,9 +118,21 @@ class BlockTransposeArguments(NamedTuple):
         """Allocate the transpose."""
         return _empty_transpose(self.q, self.block_size)
 
-    def check(self) -> None:
+    def check(self, operator: str = "block_transpose") -> None:
         """Raise QFrameworkError for invalid operands."""
-        check_blocks("block_transpose", "q", self.q, self.scale, self.block_size)
+        check_blocks(operator, "q", self.q, self.scale, self.block_size)
+
+
+class BlockTransposeSumArguments(BlockTransposeArguments):
+    """The arguments of ``qframework::block_transpose_sum``."""
+
+    def empty_result(self) -> BlocksAndSums:  # type: ignore[override]
+        """Allocate the transpose and the sums of the rows."""
+        return *super().empty_result(), self.q.new_empty((self.q.shape[-1],), dtype=torch.float32)
+
+    def check(self, operator: str = "block_transpose_sum") -> None:
+        """Raise as ``block_transpose`` does."""
+        super().check(operator)
 
 
 def _empty_transpose(x: Tensor, block_size: BlockSize) -> Blocks:
@@ -151,6 +165,12 @@ def block_transpose_ref(args: BlockTransposeArguments) -> Blocks:
     q, scale = args.q.reshape(shape).t(), args.scale.t()
     # A copy, because contiguous() of a single row or column returns the operand itself.
     return q.clone(memory_format=torch.contiguous_format), scale.clone(memory_format=torch.contiguous_format)
+
+
+def block_transpose_sum_ref(args: BlockTransposeSumArguments) -> BlocksAndSums:
+    """Reference of ``qframework::block_transpose_sum``."""
+    values = dequantize_blocks_ref(*args).reshape(rows_and_columns(args.q))
+    return *block_transpose_ref(args), values.sum(0)
 
 
 def block_quantize_both_ref(args: BlockQuantizeBothArguments) -> BothBlocks:
@@ -237,22 +257,32 @@ def _block_transpose_kernel(
     scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     qt_ptr,  # (C, R) int8
     scale_t_ptr,  # (ceil(C / BLOCK_T[0]), ceil(R / BLOCK_T[1])) fp32
+    partial_ptr,  # (ceil(R / TILE_M), C) fp32, written where SUMS
     R,
     C,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Transposed values and scales. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile."""
+    """Transposed values and scales; if SUMS, sums of the tile's columns too.
+
+    Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile.
+    """
     wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, False)
     scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    if BLOCK[0] != BLOCK[1]:
-        TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
-        q, scale = quantize_tile(times_blocks(int8_to_float(q), scale, BLOCK), TURNED)
+    if SUMS or BLOCK[0] != BLOCK[1]:
+        x = times_blocks(int8_to_float(q), scale, BLOCK)
+        if SUMS:
+            c = column + tl.arange(0, TILE_N)
+            tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(x, 0), mask=c < C)
+        if BLOCK[0] != BLOCK[1]:
+            TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
+            q, scale = quantize_tile(x, TURNED)
     store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
 
 
@@ -294,29 +324,26 @@ def block_quantize_triton(args: BlockQuantizeArguments) -> tuple[Tensor, ...]:
 
 def block_dequantize_triton(args: BlockDequantizeArguments) -> Tensor:
     """``block_dequantize`` on a GPU."""
-    x = args.empty_result()
-    _launch(_block_dequantize_kernel, args, [x])
+    x, sizes = args.empty_result(), rows_and_columns(args.q)
+    if args.q.numel() > 0:
+        args = contiguous(args)
+        grid, constants = tile_of(sizes, args.block_size)
+        launch(_block_dequantize_kernel, grid)(args.q, args.scale, x, *sizes, **constants)
     return x
 
 
-def block_transpose_triton(args: BlockTransposeArguments) -> Blocks:
-    """``block_transpose`` on a GPU."""
-    result = args.empty_result()
-    _launch(_block_transpose_kernel, args, result, transposed=True)
-    return result
-
-
-def _launch(
-    kernel: Any,
-    args: BlockDequantizeArguments | BlockTransposeArguments,
-    results: Sequence[Tensor],
-    transposed: bool = False,
-) -> None:
-    sizes = rows_and_columns(args.q)
-    if args.q.numel() > 0:
-        args = contiguous(args)
-        grid, constants = tile_of(sizes, args.block_size, transposed)
-        launch(kernel, grid)(args.q, args.scale, *results, *sizes, **constants)
+def block_transpose_triton(args: BlockTransposeArguments) -> tuple[Tensor, ...]:
+    """``block_transpose`` and ``block_transpose_sum`` on a GPU."""
+    result, sizes = args.empty_result(), rows_and_columns(args.q)
+    sums = isinstance(args, BlockTransposeSumArguments)
+    if args.q.numel() == 0:
+        return tuple(each.zero_() for each in result)
+    args = contiguous(args)
+    grid, constants = tile_of(sizes, args.block_size, transposed=True)
+    # Any tensor serves as a pointer that the kernel does not use.
+    partial = args.scale.new_empty((grid[0], sizes[1])) if sums else args.scale
+    launch(_block_transpose_kernel, grid)(args.q, args.scale, *result[:2], partial, *sizes, SUMS=sums, **constants)
+    return (*result[:2], *add_up(partial)) if sums else result
 
 
 BLOCK_QUANTIZE = declare(
@@ -346,6 +373,13 @@ BLOCK_TRANSPOSE = declare(
     cpu=block_transpose_ref,
     cuda=block_transpose_triton,
     fake=BlockTransposeArguments.empty_result,
+)
+BLOCK_TRANSPOSE_SUM = declare(
+    "block_transpose_sum(Tensor q, Tensor scale, int[2] block_size) -> (Tensor, Tensor, Tensor)",
+    BlockTransposeSumArguments,
+    cpu=block_transpose_sum_ref,
+    cuda=block_transpose_triton,
+    fake=BlockTransposeSumArguments.empty_result,
 )
 
 
@@ -393,3 +427,13 @@ def block_transpose(q: Tensor, scale: Tensor, block_size: BlockSize = DEFAULT_BL
     Square blocks keep their values. Others are quantized again, in blocks of (32, 128), with an error of half a step.
     """
     return torch.ops.qframework.block_transpose(q, scale, block_size)
+
+
+def block_transpose_sum(
+    q: Tensor, scale: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``block_transpose``, and the sum over all rows as :func:`block_sum_rows` computes it, in one pass.
+
+    The sum ``(C,)`` is fp32 and always added in the same order, another one than that of ``block_sum_rows``.
+    """
+    return torch.ops.qframework.block_transpose_sum(q, scale, block_size)

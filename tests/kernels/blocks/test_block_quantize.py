@@ -14,13 +14,20 @@ from hypothesis import strategies as st
 from oracle import UNIT, assert_float_close, assert_int8_close, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels import block_dequantize, block_quantize, block_quantize_both, block_transpose
+from qframework.kernels import (
+    block_dequantize,
+    block_quantize,
+    block_quantize_both,
+    block_transpose,
+    block_transpose_sum,
+)
 from qframework.kernels.blocks.format import block_size_name, parse_block_size
 from qframework.kernels.blocks.quantize import (
     BLOCK_DEQUANTIZE,
     BLOCK_QUANTIZE,
     BLOCK_QUANTIZE_BOTH,
     BLOCK_TRANSPOSE,
+    BLOCK_TRANSPOSE_SUM,
 )
 from qframework.kernels.quantize import dynamic_quantize
 from qframework.numerics import MIN_SCALE
@@ -31,12 +38,13 @@ SHAPES = [(64, 128), (197, 192), (2, 7, 123), (1, 300), (300, 1), (3, 5), (40,)]
 # Half a step, and the two roundings of x * (1 / scale).
 HALF_STEP = 0.5 + 127 * 3 * UNIT[torch.float32]
 OPERATORS = {
-    "cpu": (block_quantize, block_dequantize, block_transpose, block_quantize_both),
+    "cpu": (block_quantize, block_dequantize, block_transpose, block_quantize_both, block_transpose_sum),
     "triton": (
         BLOCK_QUANTIZE.cuda,
         BLOCK_DEQUANTIZE.cuda,
         BLOCK_TRANSPOSE.cuda,
         BLOCK_QUANTIZE_BOTH.cuda,
+        BLOCK_TRANSPOSE_SUM.cuda,
     ),
 }
 
@@ -59,6 +67,11 @@ def transpose(implementation):
 @pytest.fixture
 def quantize_both(implementation):
     return OPERATORS[implementation][3]
+
+
+@pytest.fixture
+def transpose_sum(implementation):
+    return OPERATORS[implementation][4]
 
 
 def sample(place, shape, dtype=torch.float32):
@@ -135,6 +148,20 @@ def test_transpose_moves_values_and_scales(quantize, dequantize, transpose, quan
     both = quantize_both(x, block_size)
     for got, expected in zip(both, (q, scale, turned, turned_scale), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("shape", [*SHAPES, (500, 130)])
+def test_a_transpose_and_the_sum_of_rows(quantize, transpose, transpose_sum, place, shape, block_size):
+    """The transpose of ``transpose``; sums within the error of FP32 sums in any order, equal in every call."""
+    q, scale = quantize(sample(place, shape), block_size)
+    *turned, sums = transpose_sum(q, scale, block_size)
+    for got, expected in zip(turned, transpose(q, scale, block_size), strict=True):
+        assert torch.equal(got, expected)
+    stored = numpy64(values(q, scale, block_size)).reshape(-1, shape[-1])
+    assert sums.dtype == torch.float32
+    assert_float_close(sums, stored.sum(0), (len(stored) + 1) * UNIT[torch.float32] * np.abs(stored).sum(0))
+    assert torch.equal(sums, transpose_sum(q, scale, block_size)[2])
 
 
 TURNED = (32, 128)  # blocks of what is transposed, where they are not square
@@ -233,12 +260,13 @@ def test_strided(quantize, place):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0,), (2, 0, 40)])
-def test_empty(quantize, dequantize, transpose, quantize_both, place, shape):
+def test_empty(quantize, dequantize, transpose, transpose_sum, quantize_both, place, shape):
     q, scale = quantize(torch.empty(shape, device=place), 32)
     assert q.shape == shape
     assert scale.shape == (math.ceil(math.prod(shape[:-1]) / 32), math.ceil(shape[-1] / 32))
     assert dequantize(q, scale, 32).shape == shape
     assert transpose(q, scale, 32)[0].shape == (shape[-1], math.prod(shape[:-1]))
+    assert torch.equal(transpose_sum(q, scale, 32)[2].cpu(), torch.zeros(shape[-1]))
     assert quantize_both(torch.empty(shape, device=place), 32)[3].shape == scale.t().shape
 
 
@@ -368,6 +396,7 @@ def test_opcheck(device):
     torch.library.opcheck(operators.block_quantize_both.default, (x, (1, 128), seed))
     torch.library.opcheck(operators.block_dequantize.default, (*oblong, (1, 128)))
     torch.library.opcheck(operators.block_transpose.default, (*oblong, (1, 128)))
+    torch.library.opcheck(operators.block_transpose_sum.default, (*oblong, (1, 128)))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

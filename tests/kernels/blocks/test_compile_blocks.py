@@ -17,6 +17,7 @@ from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 
 TYPES = {"seed_ptr": "*i64", "q_ptr": "*i8", "qt_ptr": "*i8", "scale_ptr": "*fp32", "scale_t_ptr": "*fp32"}
+TYPES |= {"partial_ptr": "*fp32"}
 TYPES |= dict.fromkeys(("R", "C", "stride_xm"), "i32")
 # The kernel and its flags.
 KERNELS = {
@@ -24,13 +25,14 @@ KERNELS = {
     "both": (_block_quantize_kernel, {"STOCHASTIC": False, "BOTH": True}),
     "both_stochastic": (_block_quantize_kernel, {"STOCHASTIC": True, "BOTH": True}),
     "dequantize": (_block_dequantize_kernel, {}),
-    "transpose": (_block_transpose_kernel, {}),
+    "transpose": (_block_transpose_kernel, {"SUMS": False}),
+    "transpose_sum": (_block_transpose_kernel, {"SUMS": True}),
 }
 
 
 def compiled_for(chip, name, block_size):
     kernel, flags = KERNELS[name]
-    _, tile = tile_of((50432, 768), block_size, transposed=flags.get("BOTH", name == "transpose"))
+    _, tile = tile_of((50432, 768), block_size, transposed=flags.get("BOTH", "SUMS" in flags))
     tile.setdefault("BLOCK_T", tile["BLOCK"])
     warps = tile["num_warps"] * (2 if flags.get("STOCHASTIC") else 1)
     constants = {name: value for name, value in (flags | tile).items() if name in kernel.arg_names}
