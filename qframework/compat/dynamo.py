@@ -133,3 +133,20 @@ def switch_off_ddp_optimizer() -> bool:
         return False
     config.optimize_ddp = False
     return True
+
+
+def switch_off_graph_cache() -> bool:
+    """Make AOTAutograd compile every graph again that another process or call compiled; returns whether it changed."""
+    import torch._functorch.config as config
+
+    if not optional(config, "torch._functorch.config.enable_autograd_cache", False):
+        return False
+    config.enable_autograd_cache = False
+    return True
+
+
+def hashes_hide_local_tensors() -> bool:
+    """Whether AOTAutograd's cache takes a DTensor for another one whose local tensor has another class (since 2.14)."""
+    from torch.distributed.tensor import DTensor
+
+    return "_stable_hash_for_caching" in vars(DTensor)

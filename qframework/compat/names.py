@@ -209,6 +209,11 @@ _ROWS = (
         "DDPOptimizer cannot be switched off",
         "DDPOptimizer may split compiled INT8 training in DistributedDataParallel where it must not",
     ),
+    Name(
+        "torch._functorch.config.enable_autograd_cache",
+        "AOTAutograd's cache cannot be switched off",
+        "compiled optimizers may crash on weights that FSDP2 gathers in INT8",
+    ),
     Name("torch._dynamo.eval_frame.OptimizedModule._orig_mod", _COMPILED),
     Name("torch._dynamo.eval_frame.OptimizedModule.dynamo_ctx", _EXPLAIN),
     Name("_torchdynamo_orig_backend", _EXPLAIN, source="torch._dynamo.eval_frame"),

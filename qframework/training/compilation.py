@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from qframework.compat.dynamo import switch_off_ddp_optimizer
+from qframework.compat.dynamo import hashes_hide_local_tensors, switch_off_ddp_optimizer, switch_off_graph_cache
 from qframework.compat.operators import registered
 from qframework.kernels.runtime.call_site import overload_of, register_call_sites
 
@@ -42,3 +42,15 @@ def keep_graphs_whole() -> None:
     """
     if switch_off_ddp_optimizer():
         log.info("torch._dynamo.config.optimize_ddp is now False: it cannot split graphs of INT8 training")
+
+
+def forget_graphs() -> None:
+    """Disable AOTAutograd's cache in this process where it would confuse sharded weights, and log it once.
+
+    Its key for a DTensor leaves out the class of the local tensor. An optimizer's compiled step of plain shards would
+    be called with a ShardedWeight, whose wrapper has no memory: the process would crash.
+    """
+    if hashes_hide_local_tensors() and switch_off_graph_cache():
+        log.info(
+            "torch._functorch.config.enable_autograd_cache is now False: it takes sharded weights for plain tensors"
+        )

@@ -21,6 +21,7 @@ from qframework.compat.pytree import tree_map_only
 from qframework.errors import QFrameworkError
 from qframework.kernels.blocks.format import CanonicalSize, block_shape, operand_size
 from qframework.training.block_tensor import BlockTensor, overwrite, wrap_blocks
+from qframework.training.compilation import forget_graphs
 from qframework.training.linear import Int8Conv1D, Int8Linear
 
 aten = torch.ops.aten
@@ -118,7 +119,8 @@ def gather_in_int8(model: nn.Module, processes: int | None = None) -> nn.Module:
     parameters. Results are those without it but for one thing: in blocks of (1, 128) and (32, 128) a weight's transpose
     is quantized from the gathered blocks instead of from the master weight. A weight stays as it is, and is gathered in
     floats, if its rows do not divide into whole blocks for each process, or if another module uses it too. One process
-    gathers nothing, and nothing changes.
+    gathers nothing, and nothing changes. From torch 2.14 on it switches AOTAutograd's cache off in the whole process,
+    which would take such weights for plain tensors.
 
     Args:
         model: converted in mode ``"per_block"``, on its device.
@@ -141,6 +143,8 @@ def gather_in_int8(model: nn.Module, processes: int | None = None) -> nn.Module:
         )
     shards = distributed.get_world_size() if processes is None else processes
     users = _users(model)
+    if shards > 1:
+        forget_graphs()
     for module in linears:
         weight, size = module.weight, operand_size(module.block_size)
         if shards > 1 and users[weight] == 1 and weight.shape[0] % (shards * block_shape(size)[0]) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -101,3 +102,9 @@ def test_speeds_pair_a_model_with_its_baseline() -> None:
     alone = dataclasses.replace(ours, model="vit_base")
     assert training_widths.speeds([[row, ours, alone]]) == [Speed("llama_2048", 2048, True, "step", 1.25)]
     assert "| llama_2048 | 2,048 | yes | 1.25 |  |" in training_widths.section([[row, ours]])
+
+
+def test_models_may_have_their_own_number_of_blocks() -> None:
+    assert training_models.parse_models("llama_2048:3, vit_large") == [("llama_2048", 3), ("vit_large", None)]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"must be chosen from .*, got llama_1"):
+        training_models.parse_models("llama_1:3")

@@ -15,6 +15,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -280,3 +281,12 @@ def test_errors() -> None:
     model = convert_to_int8_training(gpt(), skip_slower=False)
     with pytest.raises(QFrameworkError, match=r"processes must be given, or torch\.distributed initialized, got nei"):
         gather_in_int8(model)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_cached_graph_of_plain_shards_is_called(processes: int) -> None:
+    """A DTensor's key in AOTAutograd's cache does not tell a ShardedWeight from a tensor, from torch 2.14 on."""
+    with torch._functorch.config.patch(enable_autograd_cache=True):
+        gather_in_int8(convert_to_int8_training(gpt(), skip_slower=False), processes)
+        confused = processes > 1 and hasattr(DTensor, "_stable_hash_for_caching")
+        assert torch._functorch.config.enable_autograd_cache is not confused
