@@ -48,6 +48,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
 LATE = (
     "torch._C._aoti.",
     "torch._dynamo.",
+    "torch._functorch.config.",
     "torch._inductor.aoti_",
     "torch._inductor.lowering",
     "torch._library.utils",
@@ -305,6 +306,13 @@ def test_ddp_optimizer_without_its_option_is_logged(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch._dynamo.config", types.ModuleType("config"), raising=False)
     assert not dynamo.switch_off_ddp_optimizer()
     assert "DDPOptimizer" in said[0]
+
+
+def test_the_cache_of_graphs_without_its_option_is_logged(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch._functorch.config", types.ModuleType("config"))
+    monkeypatch.setattr("torch._functorch.config", types.ModuleType("config"), raising=False)
+    assert not dynamo.switch_off_graph_cache()
+    assert "AOTAutograd's cache" in said[0]
 
 
 # Functions, graphs, modules, operators --------------------------------------------------------------------------------
