@@ -130,6 +130,12 @@ def memory_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def static_layout(x: Tensor) -> tuple[Any, ...] | None:
+    """Shape, strides, dtype and device; None if a size is a symbol."""
+    known = all(type(size) is int for size in (*x.shape, *x.stride()))
+    return (tuple(x.shape), x.stride(), x.dtype, x.device) if known else None
+
+
 __all__ = [
     "AUTOGRAD_KEYS",
     "FakeTensor",
@@ -163,6 +169,7 @@ __all__ = [
     "peek_interpreter_stack",
     "profiler_enabled",
     "set_grad_enabled",
+    "static_layout",
     "writes",
     "writes_of_all",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from qframework.compat.dispatch import static_layout
 from qframework.compat.missing import note_missing
 
 
@@ -46,8 +47,5 @@ def _layout(operand: Any) -> tuple[Any, ...] | None:
     """Equal for operands that a graph treats alike; None if sizes are symbols or it is unknown."""
     if type(operand) is int:
         return int, operand
-    if not isinstance(operand, Tensor):
-        return None
-    sizes = (*operand.shape, *operand.stride())
-    known = all(type(size) is int for size in sizes)
-    return (type(operand), len(operand.shape), sizes, operand.dtype, operand.device) if known else None
+    layout = static_layout(operand) if isinstance(operand, Tensor) else None
+    return None if layout is None else (type(operand), *layout)

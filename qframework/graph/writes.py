@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat import pytree
-from qframework.compat.dispatch import FakeTensorMode, TorchDispatchMode, memory_of, set_grad_enabled
+from qframework.compat.dispatch import FakeTensorMode, TorchDispatchMode, memory_of, set_grad_enabled, static_layout
 from qframework.compat.dynamo import recorded_value
 from qframework.compat.operators import OpOverload, schema
 from qframework.graph.nodes import is_inactive_dropout, why_not_plain
@@ -137,8 +137,7 @@ def _layout(value: Any) -> Any:
         return type(value), value
     if not isinstance(value, Tensor) or why_not_plain(value) is not None:
         return None
-    known = all(type(size) is int for size in (*value.shape, *value.stride()))
-    return (tuple(value.shape), value.stride(), value.dtype, value.device) if known else None
+    return static_layout(value)
 
 
 def written_arguments(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

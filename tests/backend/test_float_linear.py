@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from qframework import numerics
+from qframework.backend import float_linear
 from qframework.backend.compile import fallbacks, lower
 from qframework.backend.options import BackendOptions
 from qframework.graph.nodes import fake_value
@@ -275,6 +276,51 @@ class TestLeftInFloat:
         assert reports[0].operator.startswith("qframework::int8_linear (relu)")
         assert y.dtype == run(x).dtype
         assert numerics.sqnr_db(run(x).abs(), y.abs()) > 30
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "no_grad")
+class TestFewRows:
+    """Where each call quantizes the weight, on a CPU without INT8 instructions."""
+
+    @pytest.fixture(autouse=True)
+    def rule(self, monkeypatch):
+        monkeypatch.setattr(float_linear, "FEWEST_ROWS", 64)
+
+    @staticmethod
+    def lowered(monkeypatch, shape, product, options=DYNAMIC, dynamic=None):
+        monkeypatch.setattr(float_linear, "cpu_implementation", lambda: product)
+        reports = []
+
+        def backend(gm, example_inputs):
+            reports.extend(lower(gm, example_inputs, options))
+            return gm.forward
+
+        layer, x = nn.Linear(32, 16).eval(), torch.randn(*shape, 32)
+        y = torch.compile(layer, backend=backend, dynamic=dynamic)(x)
+        assert numerics.sqnr_db(layer(x), y) > 30
+        (report,) = reports
+        return report
+
+    @pytest.mark.parametrize("dynamic", [None, True])
+    @pytest.mark.parametrize("product", ["multiply_add", "float32"])
+    def test_they_stay_in_float(self, monkeypatch, product, dynamic):
+        report = self.lowered(monkeypatch, (3, 21), product, dynamic=dynamic)
+        assert not report.lowered
+        assert not report.fallback
+        assert report.reason.startswith("its input has 63 rows")
+        assert "freeze_weights" in report.reason
+
+    @pytest.mark.parametrize(
+        ("shape", "product", "options"),
+        [
+            ((4, 16), "multiply_add", DYNAMIC),
+            ((3, 21), "int_mm", DYNAMIC),
+            ((3, 21), "multiply_add", BackendOptions(linear="int8_dynamic", freeze_weights=True)),
+        ],
+        ids=["64 rows", "INT8 instructions", "frozen"],
+    )
+    def test_others_are_quantized(self, monkeypatch, shape, product, options):
+        assert self.lowered(monkeypatch, shape, product, options).lowered
 
 
 def nested(x):
