@@ -267,7 +267,10 @@ def _linear_targets() -> list[Target]:
     return targets
 
 
-STATIC = tuple(f"qframework_static{form}" for form in ("", "_sage", "_int8_attention", "_graphs", "_sage_graphs"))
+STATIC = tuple(
+    f"qframework_static{form}"
+    for form in ("", "_sage", "_int8_attention", "_graphs", "_sage_graphs", "_int8_attention_graphs")
+)
 DYNAMIC = tuple(f"qframework_dynamic{form}" for form in ("", "_sage", "_graphs", "_sage_graphs"))
 BEFORE = ("_attention_off", "_attention_off_graphs")  # in older files, when "auto" quantized attention on Hopper
 ANY_STATIC = (*STATIC, *(f"qframework_static{form}" for form in BEFORE))

@@ -100,6 +100,9 @@ PROVIDERS: dict[str, Provider] = {
     "qframework_static": _int8(quantize=_static, compile=_qframework()),
     "qframework_static_sage": _int8(quantize=_static, compile=_qframework(attention="sage")),
     "qframework_static_int8_attention": _int8(quantize=quantize_with_attention, compile=_qframework()),
+    "qframework_static_int8_attention_graphs": _int8(
+        quantize=quantize_with_attention, compile=_qframework(graphs=True)
+    ),
     "qframework_static_graphs": _int8(quantize=_static, compile=_qframework(graphs=True)),
     "qframework_static_sage_graphs": _int8(quantize=_static, compile=_qframework(graphs=True, attention="sage")),
     "qframework_dynamic": _int8(quantize=_dynamic, compile=_qframework()),
