@@ -167,8 +167,9 @@ def _int8_out(given: Operands, activation: str = "none") -> Case:
         real = activate(q.real(given.rows) + given.bias.double())
         return (real / out_scale.double()).round().clamp(numerics.QMIN, numerics.QMAX)
 
-    # A float32 error of 2^-21 * 127 steps crosses a tie on about 1 in 10,000 elements.
-    check = one_step_apart(oracle, fraction=1e-3)
+    # A float32 error of 2^-21 * 127 steps crosses a tie on about 1 in 10,000 elements, one of 2^-12 |x| by the
+    # hardware's tanh, of at most 0.03 steps, on up to 1 in 60.
+    check = one_step_apart(oracle, fraction=1e-3 if activation == "none" else 2e-2)
     to_real = None if activation != "none" else lambda out: out.double() * out_scale.double()
     return Case(fn, check, "int8 to int8", to_real)
 

@@ -13,6 +13,11 @@ from torch import Tensor
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GELU_OFF = 1e-6  # of Triton's GELU where the result is rounded to 16 or 8 bit
+BY_TANH = (
+    "gelu",
+    "gelu_tanh",
+    "silu",
+)  # which kernels compute by the hardware's tanh where the result is INT8 with one scale
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
@@ -53,6 +58,18 @@ def linear(a, a_scale, b, b_scale, bias=None, act="none", residual=None) -> tupl
     return y, error
 
 
+def off_by_tanh(a, a_scale, b, b_scale, bias, act, out_scale: np.ndarray) -> np.ndarray:
+    """What an INT8 result may be off by beyond ``linear``'s error, before it is rounded.
+
+    The hardware's tanh is off by 2^-11 of itself, times half the argument; GELU's fit by 5.5e-5; and the quotient is
+    rounded to 2^-25 of 254 steps.
+    """
+    argument, _ = linear(a, a_scale, b, b_scale, bias)
+    hardware = 0.0 if INTERPRETED or not torch.cuda.is_available() else 2.0**-12 * np.abs(argument)
+    fit = np.minimum(5.5e-5, 2e-5 * np.abs(argument)) if act == "gelu" else 0.0
+    return hardware + fit + GELU_OFF + 2.0**-16 * out_scale
+
+
 def quantized(y: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The exact int8 values, and how far each quotient is from the nearest tie between two of them."""
     quotient = y / scale
@@ -72,8 +89,13 @@ def assert_float_close(got: Tensor, exact: np.ndarray, error: np.ndarray) -> Non
     assert (off <= allowed).all(), f"error {off.max():.3g}, {(off / allowed).max():.3g} times what rounding explains"
 
 
-def assert_int8_close(got: Tensor, y: np.ndarray, error: np.ndarray, scale: np.ndarray) -> None:
-    """``got`` is the rounded quotient; it may be one step off only where the error bound reaches a tie."""
+def assert_int8_close(
+    got: Tensor, y: np.ndarray, error: np.ndarray, scale: np.ndarray, most_doubtful: float = 0.01
+) -> None:
+    """``got`` is the rounded quotient; it may be one step off only where the error bound reaches a tie.
+
+    That may be the case for ``most_doubtful`` of the values.
+    """
     exact, to_tie = quantized(y, scale)
     off = np.abs(numpy64(got) - exact)
     doubtful = to_tie <= error / scale + 3 * UNIT[torch.float32] * np.abs(y / scale)
@@ -81,4 +103,4 @@ def assert_int8_close(got: Tensor, y: np.ndarray, error: np.ndarray, scale: np.n
     assert got.dtype == torch.int8
     assert off[~doubtful].max(initial=0) == 0, "a value far from any tie was rounded wrongly"
     assert off.max(initial=0) <= 1
-    assert doubtful.mean() < 0.01 if doubtful.size > 1000 else True, "the test looks at ties only"
+    assert doubtful.mean() < most_doubtful if doubtful.size > 1000 else True, "the test looks at ties only"

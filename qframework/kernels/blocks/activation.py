@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.errors import UnsupportedError
-from qframework.kernels.blocks.arithmetic import reciprocal, saturated_product, tanh
+from qframework.kernels.blocks.arithmetic import reciprocal
 from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, quantize_blocks_ref
 from qframework.kernels.blocks.primitives import (
     load_blocks,
@@ -45,21 +45,24 @@ from qframework.kernels.blocks.tiles import (
     tile_of,
     tile_origin,
 )
+from qframework.kernels.runtime.activation import (
+    HALF_ROOT,
+    INVERSE_ROOT,
+    ROOT,
+    TANH_A,
+    TANH_B,
+    of_erf,
+    saturated_product,
+    tanh,
+)
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
 KINDS = ("gelu", "gelu_tanh", "silu", "relu")
 
-# A minimax fit: erf(x / sqrt(2)) is tanh(a x + b x^3 + c x^5) to within 4e-5. Beyond x^2 = 32 both are 1.
-_A, _B, _C = 0.797717507, 0.0367987671, -0.000315922155
-# Kernels evaluate it for x / sqrt(32), whose square saturates at 1.
-_ROOT = 32**0.5
-_INVERSE_ROOT, _HALF_ROOT = tl.constexpr(1 / _ROOT), tl.constexpr(_ROOT / 2)
-_ROOT_A, _ROOT_B, _ROOT_C = (tl.constexpr(each) for each in (_A * _ROOT, _B * _ROOT**3, _C * _ROOT**5))
 _FALL = tl.constexpr(-16 * log2(e))  # exp(-x^2 / 2) as a power of two
-_DENSITY = tl.constexpr(log2(2 * _ROOT / sqrt(2 * pi)))  # of 2 x phi(x), without its factors x / sqrt(32) and exp()
-_TANH_A, _TANH_B = tl.constexpr(0.79788456080286536), tl.constexpr(0.035677408136300125)  # coefficients of gelu_tanh
+_DENSITY = tl.constexpr(log2(2 * ROOT / sqrt(2 * pi)))  # of 2 x phi(x), without its factors x / sqrt(32) and exp()
 
 
 class BlockActivationArguments(NamedTuple):
@@ -150,19 +153,13 @@ def activation(q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
         value = tl.maximum(q, 0.0)
         factor = scale
     elif KIND == "gelu":
-        x = times_blocks(q, scale * _INVERSE_ROOT, BLOCK)
-        value = x * tanh(_of_erf(x, saturated_product(x, x))) + x
-        factor = _HALF_ROOT
+        x = times_blocks(q, scale * INVERSE_ROOT, BLOCK)
+        value = x * tanh(of_erf(x, saturated_product(x, x))) + x
+        factor = HALF_ROOT
     else:
         value = q * tanh(_of_sigmoid(q, scale, KIND, BLOCK)) + q
         factor = 0.5 * scale
     return value, factor
-
-
-@triton.jit
-def _of_erf(x, square):
-    """``u`` of gelu, with ``tanh(u) = 2 Phi - 1``, from x / sqrt(32) and its square, which is at most 1."""
-    return x * (_ROOT_A + square * (_ROOT_B + square * _ROOT_C))
 
 
 @triton.jit
@@ -172,7 +169,7 @@ def _of_sigmoid(q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
         u = times_blocks(q, 0.5 * scale, BLOCK)
     else:
         scale = tl.minimum(scale, 64.0)  # tanh saturates at one step of 64 already, and powers of 64 are finite
-        a, b = spread_blocks(scale * _TANH_A, BLOCK), spread_blocks(scale * _TANH_B * scale * scale, BLOCK)
+        a, b = spread_blocks(scale * TANH_A, BLOCK), spread_blocks(scale * TANH_B * scale * scale, BLOCK)
         u = q * (a + q * q * b)
     return u
 
@@ -188,9 +185,9 @@ def gradient(g, q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
     if KIND == "relu":
         value = tl.where(q <= 0.0, 0.0, g)
     elif KIND == "gelu":
-        x = times_blocks(q, scale * _INVERSE_ROOT, BLOCK)
+        x = times_blocks(q, scale * INVERSE_ROOT, BLOCK)
         square = x * x
-        t = tanh(_of_erf(x, tl.minimum(square, 1.0)))
+        t = tanh(of_erf(x, tl.minimum(square, 1.0)))
         value = g * (x * tl.exp2(square * _FALL + _DENSITY) + t) + g
         factor *= 0.5
     else:

@@ -102,28 +102,6 @@ def reciprocal(x):
 
 
 @triton.jit
-def saturated_product(x, y):
-    """``x * y`` clamped to [0, 1], with NaN as 0, in one instruction."""
-    if _INTERPRETED:
-        z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
-    else:
-        z = tl.inline_asm_elementwise(
-            "mul.sat.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return z
-
-
-@triton.jit
-def tanh(x):
-    """tanh in one instruction, with a relative error of at most 2^-11."""
-    if _INTERPRETED:
-        t = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-    else:
-        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return t
-
-
-@triton.jit
 def over_127(x):
     """``x / 127``, bit for bit as a division rounds it where x is normal; infinity becomes NaN.
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import GELU_OFF, INTERPRETED, UNIT, assert_float_close, assert_int8_close, linear, numpy64
+from oracle import (
+    BY_TANH,
+    GELU_OFF,
+    INTERPRETED,
+    UNIT,
+    assert_float_close,
+    assert_int8_close,
+    linear,
+    numpy64,
+    off_by_tanh,
+)
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import int8_linear, zero_point_bias
@@ -107,11 +117,11 @@ def test_without_bias_and_with_one_weight_scale(run, case, bias, per_channel):
 def test_requantized_output(run, case, activation, residual, out_scale):
     a, a_scale, b, b_scale, bias, added = case((3, 11, 200), 70, "per_tensor", residual)
     exact, error = linear(a, a_scale, b, b_scale, bias, activation, added)
-    error = error + GELU_OFF * (activation == "gelu")
     step = np.abs(exact).max() / 90  # the largest values saturate
     scale = torch.full((1,), step) if out_scale == "per_tensor" else step * (0.5 + torch.rand(11, 1))
     got = run(a, a_scale, b, b_scale, bias, activation, added, scale.to(a.device))
-    assert_int8_close(got, exact, error, numpy64(scale))
+    error = error + off_by_activation(a, a_scale, b, b_scale, bias, activation, added, numpy64(scale))
+    assert_int8_close(got, exact, error, numpy64(scale), MOST_DOUBTFUL)
     assert int(got.min()) >= -127
 
 
@@ -123,14 +133,24 @@ def test_output_requantized_per_channel(run, case, activation, residual, bias, a
     a, scale, b, b_scale, added_bias, added = case((3, 11, 200), 70, a_scale, residual)
     added_bias = added_bias if bias else None
     exact, error = linear(a, scale, b, b_scale, added_bias, activation, added)
-    error = error + GELU_OFF * (activation == "gelu")
     step = np.abs(exact).max((0, 1)) / 90 * np.linspace(0.2, 2.0, 70)  # some channels saturate, some hardly move
     out_scale = torch.from_numpy(step).float()
     got = run(a, scale, b, b_scale, added_bias, activation, added, out_scale.to(a.device))
+    error = error + off_by_activation(a, scale, b, b_scale, added_bias, activation, added, numpy64(out_scale))
     assert_int8_close(got, exact, error, numpy64(out_scale))
     assert int(got.min()) == -127 or activation != "none"
     with_ones = run(a, scale, b, b_scale, added_bias, activation, added, out_scale.view(1, 1, 70).to(a.device))
     assert torch.equal(got, with_ones)
+
+
+MOST_DOUBTFUL = 0.03  # the hardware's tanh may be off by up to 0.03 steps
+
+
+def off_by_activation(a, a_scale, b, b_scale, bias, activation, residual, out_scale):
+    """What an activation may add to the error of an INT8 result."""
+    if activation in BY_TANH and residual is None and out_scale.size == 1:
+        return off_by_tanh(a, a_scale, b, b_scale, bias, activation, out_scale)
+    return GELU_OFF * (activation == "gelu")
 
 
 TILES = {
@@ -194,7 +214,8 @@ def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n
             assert_float_close(got, exact, error)
         else:
             shifted = exact if zero_point is None else exact - 77 * numpy64(scale)
-            assert_int8_close(got, shifted, error + GELU_OFF, numpy64(scale))
+            off = off_by_activation(a, a_scale, b, b_scale, bias, act, residual, numpy64(scale))
+            assert_int8_close(got, shifted, error + off, numpy64(scale), MOST_DOUBTFUL)
 
 
 def test_scales_of_channel_blocks_match_separate_layers(run, case):
@@ -218,13 +239,13 @@ def test_scales_of_channel_blocks_match_separate_layers(run, case):
 def test_requantized_with_a_zero_point(run, case, activation, residual, out_scale, zero_point):
     a, a_scale, b, b_scale, bias, added = case((3, 11, 200), 70, "per_tensor", residual)
     exact, error = linear(a, a_scale, b, b_scale, bias, activation, added)
-    error = error + GELU_OFF * (activation == "gelu")
     step = np.abs(exact).max() / 90  # values beyond both ends
     shape = {"per_tensor": (1,), "position": (11, 1), "channel": (70,)}[out_scale]
     scale = torch.from_numpy(step * np.linspace(0.5, 1.5, math.prod(shape)).reshape(shape)).float()
     zero = torch.tensor([zero_point], dtype=torch.int32, device=a.device)
     got = run(a, a_scale, b, b_scale, bias, activation, added, scale.to(a.device), None, zero)
-    assert_int8_close(got, exact + zero_point * numpy64(scale), error, numpy64(scale))
+    error = error + off_by_activation(a, a_scale, b, b_scale, bias, activation, added, numpy64(scale))
+    assert_int8_close(got, exact + zero_point * numpy64(scale), error, numpy64(scale), MOST_DOUBTFUL)
     assert int(got.min()) >= -127
     assert int(got.max()) == 127 or zero_point < 0
 
