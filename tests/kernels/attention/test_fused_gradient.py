@@ -10,6 +10,7 @@ import torch
 from test_int8_gradient import Call
 from torch import Tensor
 
+from qframework import sage_attention
 from qframework.compat import fused_attention
 from qframework.kernels.attention import hopper, int8_gradient
 from qframework.kernels.attention.int8_gradient import (
@@ -208,6 +209,19 @@ def test_autograd_keeps_the_rounded_instead_of_the_given(
     expected = torch.autograd.grad((logits.softmax(-1) @ exact[2]).square().sum(), exact)
     for mine, theirs in zip(torch.autograd.grad(out.square().sum(), leaves), expected, strict=True):
         assert (mine - theirs).norm() <= 0.03 * theirs.norm()
+
+
+def test_compiled_calls_keep_the_rounded(keeping: None, fresh_dynamo: None) -> None:
+    """The strides of what is kept, which has gaps, are those that the graph was compiled for."""
+    leaves = [torch.randn(2, 40, 3, 64).half().transpose(1, 2).requires_grad_() for _ in range(3)]
+
+    def attention(*x: Tensor) -> Tensor:
+        return sage_attention(*x, is_causal=True, backward="mixed") * 2
+
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(attention(*leaves).square().sum(), leaves)
+    for mine, theirs in zip(torch.autograd.grad(compiled(*leaves).square().sum(), leaves), expected, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_nothing_is_kept_where_no_fused_kernel_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
