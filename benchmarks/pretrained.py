@@ -32,7 +32,14 @@ from qframework.errors import FileFormatError, QFrameworkError
 from qframework.evaluation.comparison import Configuration
 from qframework.evaluation.sqnr import layer_sqnr
 from qframework.files import write_text
-from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, Recipe, static_attention, static_int8
+from qframework.quantizer import (
+    QFrameworkQuantizer,
+    QuantizationConfig,
+    Recipe,
+    dynamic_int8,
+    static_attention,
+    static_int8,
+)
 
 SCHEMA = 1
 MODELS = ("dinov2", "minilm")
@@ -40,12 +47,15 @@ EVALUATION_SEED = 1_000_000
 _BATCH = 8
 _STATIC = QuantizationConfig(static_int8())
 _STATIC_ATTENTION = QuantizationConfig(static_int8(), static_attention())
+_DYNAMIC = QuantizationConfig(dynamic_int8())
 STEPS = {
     "INT8, rotation": Configuration(_STATIC, Recipe(rotate=True)),
     "INT8, rotation, zero points": Configuration(_STATIC, Recipe(rotate=True, zero_points=True, guard=True)),
     "INT8 + attention (best recipe, dynamic_share=0)": Configuration(_STATIC_ATTENTION, replace(BEST, dynamic_share=0)),
+    "INT8-D (best recipe, Hadamard)": Configuration(_DYNAMIC, replace(BEST, hadamard=True)),
 }
-"""Two steps that cost nothing at run time, and the best recipe with static scales alone; measured with one seed."""
+"""Two steps that cost nothing at run time, and the best recipe with static scales alone and with Hadamard transforms;
+measured with one seed."""
 CONFIGURATIONS = {
     name: MAIN[name]
     for name in (

@@ -156,11 +156,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def own_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions of our operators that Inductor fuses with their neighbors."""
+    from qframework.kernels.hadamard import DECOMPOSITIONS as hadamard_decompositions
     from qframework.kernels.linear.int8_linear import DECOMPOSITIONS as int8_linear_decompositions
     from qframework.kernels.linear.zero_point_bias import DECOMPOSITIONS as bias_decompositions
     from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
 
-    return {**quantize_decompositions, **int8_linear_decompositions, **bias_decompositions}
+    ours = (quantize_decompositions, int8_linear_decompositions, bias_decompositions, hadamard_decompositions)
+    return {operator: function for each in ours for operator, function in each.items()}
 
 
 def _checked(compiled: Callable[..., Any], checks: Sequence[Callable[[Sequence[Any]], None]]) -> Callable[..., Any]:

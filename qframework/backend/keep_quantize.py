@@ -25,11 +25,12 @@ _ours = torch.ops.qframework
 def keep_dynamic_quantize(lowering: Lowering) -> None:
     """Replace every such ``dynamic_quantize`` by its ``alone`` overload, which is not decomposed."""
     for node in lowering.gm.graph.nodes:
-        if node.target is _ours.dynamic_quantize.default and _is_per_token(node) and _not_fused(node.args[0]):
+        if node.target is _ours.dynamic_quantize.default and is_per_token(node) and _not_fused(node.args[0]):
             node.target = _ours.dynamic_quantize.alone
 
 
-def _is_per_token(node: Node) -> bool:
+def is_per_token(node: Node) -> bool:
+    """Whether a ``dynamic_quantize`` node has a scale for each token."""
     return argument(node, 1, "granularity") == "per_token"
 
 

@@ -16,6 +16,7 @@ from qframework.compat.logs import silenced_onnxscript
 from qframework.errors import QFrameworkError, UnsupportedError, first_line
 from qframework.export.capture import call_of, check_model, exported, own_graph
 from qframework.export.constant_biases import fold_biases
+from qframework.export.expand_hadamard import expand_hadamard
 from qframework.export.expand_int8_linear import expand_int8_linear
 from qframework.export.float_attention import write_float_attention
 from qframework.export.onnx_attention import write_plain_attention
@@ -87,6 +88,7 @@ def write_onnx(
     check_output_file(Path(path), "to_onnx: path")
     gm = own_graph(model, args, kwargs, dynamic_shapes, "to_onnx")
     expand_int8_linear(gm)
+    expand_hadamard(gm)
     in_float = write_float_attention(gm)
     fold_biases(gm)
     rewritten = write_qdq(gm)

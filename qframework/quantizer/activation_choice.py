@@ -34,6 +34,7 @@ from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import LOPSIDED
 from qframework.quantizer.config import ActivationConfig, LinearConfig
+from qframework.quantizer.hadamard_inputs import Transform, behind_norms, can_turn
 from qframework.quantizer.histogram_observers import AffineMSEObserver, MSEObserver, PercentileObserver
 from qframework.quantizer.observers import activation_observer
 from qframework.quantizer.output_error import (
@@ -81,6 +82,7 @@ class _Group:
     config: ActivationConfig
     parameters: dict[str, Parameters]
     errors: dict[str, float]
+    turns: bool = False  # transformed if dynamic (hadamard_inputs.py)
     margins: dict[str, float] = field(default_factory=dict)  # by candidate, those that are not 0
 
     @property
@@ -115,6 +117,7 @@ def choose_activations(
     zero_points: bool = False,
     margins: bool = False,
     dynamic_share: float = 0.0,
+    hadamard: bool = False,
     batches: int | None = None,
     judge: Callable[[], float] | None = None,
 ) -> dict[str, str]:
@@ -132,6 +135,7 @@ def choose_activations(
         margins: whether ranges from extremes may be wider than calibration data; needs the same.
         dynamic_share: dynamic inputs may have at most this share of the channels of all groups, which bounds their
             cost: quantization in a pass of its own, instead of in the layer before.
+        hadamard: whether dynamic inputs will be transformed as in qframework/quantizer/hadamard_inputs.py.
         batches: use only this many batches.
         judge: measures the error of the output with everything quantized. The observers, or the whole choice, are
             dropped if it is smaller without: errors of clipping, which have a direction, do not just add up.
@@ -146,6 +150,9 @@ def choose_activations(
     groups = _groups(exported, quantizer)
     if not groups:
         return {}
+    behind = behind_norms(exported)
+    for group in groups:
+        group.turns = hadamard and can_turn(group.input, group.linears, behind)
     judged, fitted = held_out(exported, data, batches)
     harmless = {_ZERO_POINT} if zero_points and judged else set()  # clips nothing that calibration saw
     allowed = harmless | ({*_OBSERVERS} if observers and judged else set())
@@ -153,7 +160,8 @@ def choose_activations(
     groups = [group for group in groups if group.parameters]
     if margins and judged:
         _widen(exported, groups, fitted, first_examples(exported, judged, 2 * _EXAMPLES))
-    _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES), dynamic=dynamic_share > 0)
+    example = first_examples(exported, judged or fitted, _EXAMPLES)
+    _measure(exported, groups, example, dynamic=dynamic_share > 0)
     proposals = [_proposal(groups, dynamic_share, allowed)]
     if judge is None:
         return _apply(groups, quantizer, proposals[0])
@@ -332,10 +340,22 @@ def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *,
         x = run.value(group.input)
         candidates = _promising(x, group.parameters)
         if dynamic:
-            candidates["dynamic"] = fake_quantized(x, Parameters(dynamic_scale(x, "per_token")))
+            candidates["dynamic"] = _dynamic(run, group, x)
         for name, value in candidates.items():
             outputs = {node: _linear(run, node, value) for node in group.linears}
             group.errors[name] = relative_error(floats(run.finish(outputs)), expected)
+
+
+def _per_token(x: Tensor) -> Tensor:
+    return fake_quantized(x, Parameters(dynamic_scale(x, "per_token")))
+
+
+def _dynamic(run: Run, group: _Group, x: Tensor) -> Tensor:
+    """``x`` with scales per token, transformed before if it will be."""
+    if not group.turns:
+        return _per_token(x)
+    weights = [run.value(node.args[1]) for node in group.linears]  # type: ignore[arg-type]
+    return Transform.fit(x.reshape(-1, group.width), weights).fake_quantized(x)
 
 
 def _promising(x: Tensor, parameters: dict[str, Parameters]) -> dict[str, Tensor]:

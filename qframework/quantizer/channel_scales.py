@@ -54,6 +54,7 @@ _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", "source_fn_st
 # A product must reduce the squared error by at least this share.
 _GAIN = 0.05
 _EXAMPLES = 4
+_SUFFIX = "_channel_scale"
 # With a zero point: how many times less the short side of the range, -0.17 behind GELU, may have than the long one.
 _SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
 # With a zero point the scale must be at most this share of the symmetric one to be worth its cost.
@@ -179,7 +180,7 @@ def _readers(exported: GraphModule, quantizer: QFrameworkQuantizer) -> dict[Node
         x, granularity = node.args[0], config.activation.granularity
         if (
             granularity == ("per_token" if config.activation.dynamic else "per_tensor")
-            and not _is_attention(x)
+            and not is_attention_output(x)
             and only_reader(exported, node)
         ):
             found.setdefault(x, []).append((node, config))
@@ -260,12 +261,18 @@ def _outputs(
     return outputs
 
 
-def _is_attention(node: Node) -> bool:
+def is_attention_output(node: Node) -> bool:
     """Whether a node is attention's result, or a view of it."""
     passes_on = COPIES | VIEWS | {"transpose", "permute", "getitem"}
     while operation(node) in passes_on or is_inactive_dropout(node):
         node = node.all_input_nodes[0]
     return operation(node) in _ATTENTION or "sage_attention" in str(node.target)
+
+
+def is_channel_scale(node: Node) -> bool:
+    """Whether a node is a product that ``scale_channels`` wrote."""
+    factor = node.args[1] if operation(node) == "mul" and len(node.args) == 2 else None
+    return isinstance(factor, Node) and factor.op == "get_attr" and str(factor.target).rstrip("_").endswith(_SUFFIX)
 
 
 def _scale(exported: GraphModule, x: Node, linears: Sequence[Node], scales: Tensor) -> None:
@@ -275,7 +282,7 @@ def _scale(exported: GraphModule, x: Node, linears: Sequence[Node], scales: Tens
     constant = (1.0 / scales.double()).to(fake.dtype).to(attribute(exported, linears[0].args[1]).device)  # type: ignore[arg-type]
     first = min(linears)
     with exported.graph.inserting_before(first):
-        factor = add_attribute(exported, f"{layer_name(first)}.channel_scale", constant)
+        factor = add_attribute(exported, layer_name(first) + _SUFFIX, constant)
         factor.meta["val"] = fake.new_empty(constant.shape)
         product = exported.graph.call_function(torch.ops.aten.mul.Tensor, (x, factor))
     product.meta = {key: x.meta[key] for key in _KEPT_META if key in x.meta}

@@ -32,6 +32,7 @@ from qframework.quantizer.attention_choice import choose_heads
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import JsonConfig, check_bool, check_choice
+from qframework.quantizer.hadamard_inputs import turn_dynamic_inputs
 from qframework.quantizer.output_error import OutputError, Snapshot, held_out
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
 from qframework.quantizer.rotate import rotate
@@ -45,7 +46,7 @@ _Steps = dict[str, Callable[[Iterable[Batch], dict[str, Any] | None], dict[str, 
 # The share of the error of weights rounded to nearest that GPTQ leaves, by amplitude: 1/4 of the squared error.
 _GPTQ_ERROR = 0.5
 # With guard, a step must reduce the squared error of the output, by this share if it may fit noise.
-_GAINS = {"smooth": 0.05, "channel_scales": 0.05, "shift": -0.1, "dynamic_shift": 0.0}
+_GAINS = {"smooth": 0.05, "channel_scales": 0.05, "shift": -0.1, "dynamic_shift": 0.0, "hadamard": 0.0}
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ class Recipe(JsonConfig):
             error of the model's output. Costs an addition in the layer before; all else is symmetric.
         margins: widen ranges from extremes, by a fifth or more, chosen by the error of the layer's output on data that
             they do not come from. Costs nothing at run time.
+        hadamard: turn dynamic inputs behind activations, without their mean, by Hadamard matrices in blocks of channels
+            where that reduces the error of the model's output (qframework/quantizer/hadamard_inputs.py). On a GPU it is
+            a part of their quantization, which takes twice as long.
         rotate_heads: change the basis of queries and keys of static attention, head by head, where linears compute them
             and that reduces the error of the logits (qframework/quantizer/rotate_heads.py). Costs nothing at run time.
         attention_heads: give static attention a scale for each head instead of one for each tensor, where that reduces
@@ -127,6 +131,7 @@ class Recipe(JsonConfig):
     choose_observers: bool = False
     zero_points: bool = False
     margins: bool = False
+    hadamard: bool = False
     rotate_heads: bool = False
     attention_heads: bool = False
     dynamic_share: float = 0.0
@@ -140,7 +145,7 @@ class Recipe(JsonConfig):
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
         switches = ("channel_scales", "split_gelu", "rotate", "shift", "choose_observers", "zero_points")
-        for name in (*switches, "margins", "rotate_heads", "attention_heads", "guard", "bias_correction"):
+        for name in (*switches, "margins", "hadamard", "rotate_heads", "attention_heads", "guard", "bias_correction"):
             check_bool("Recipe", name, getattr(self, name))
         if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
             raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
@@ -150,7 +155,7 @@ class Recipe(JsonConfig):
 
     @classmethod
     def best(cls) -> Recipe:
-        """The steps that help most models and cost little at run time: all but ``split_gelu``."""
+        """The steps that help most models and cost little at run time: all but ``split_gelu`` and ``hadamard``."""
         return cls(
             rotate=True,
             shift=True,
@@ -183,8 +188,8 @@ class Recipe(JsonConfig):
             A JSON-able summary of the enabled steps: ``{"rotate": [a RotatedStream as a mapping for each],
             "shift": {layer: what was subtracted}, "dynamic_shift": {layer: the number},
             "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
-            "activations": {layer: observer, "zero_point" or "dynamic", "+ margin"}, "rotate_heads": {layer: error},
-            "attention": {layer: "per_head"}}``.
+            "activations": {layer: observer, "zero_point" or "dynamic", "+ margin"}, "hadamard": {layer: block size},
+            "rotate_heads": {layer: error}, "attention": {layer: "per_head"}}``.
 
         Raises:
             UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
@@ -218,6 +223,7 @@ class Recipe(JsonConfig):
                 zero_points=self.zero_points,
                 margins=self.margins,
                 dynamic_share=self.dynamic_share,
+                hadamard=self.hadamard,
                 batches=self.batches,
                 judge=None if guard is None else guard.error.measure,
             )
@@ -236,6 +242,8 @@ class Recipe(JsonConfig):
         once = {name: search[name] for name in ("samples", "batches")}
         before: _Steps = {}
         after: _Steps = {}
+        if self.hadamard:
+            after["hadamard"] = lambda data, known: turn_dynamic_inputs(exported, quantizer, data, chosen=known, **once)
         if self.shift:
             before["shift"] = lambda data, known: shift_channels(exported, quantizer, data, **once)
             once_corrected = {**once, "corrects_bias": self.bias_correction}

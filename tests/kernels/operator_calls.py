@@ -98,6 +98,7 @@ CALLS = {
     "quantize_weights": lambda: ([torch.randn(4, 32), torch.randn(2, 64)],),
     "dynamic_quantize.alone": lambda: (torch.randn(3, 50), "per_token"),
     "dynamic_quantize": lambda: (torch.randn(3, 50), "per_tensor"),
+    "hadamard_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 32),
     "rope_quantize": lambda: (heads(), *rotation(), False, 1.5, "per_token", "query"),
     "rope_mean": lambda: (heads(), *rotation()),
 }
