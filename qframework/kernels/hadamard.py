@@ -39,7 +39,7 @@ from qframework.kernels.runtime.rounding import round_to_int8
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE, exact_matmul
 
-BLOCK_SIZES = (16, 32, 64)
+BLOCK_SIZES = (16, 32, 64)  # larger ones gain nothing more and cost more
 _BLOCK_M = 16  # rows of a program
 _GROUPS = 4  # blocks of channels that a program turns at a time
 

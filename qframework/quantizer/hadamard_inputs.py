@@ -33,7 +33,7 @@ from torch.fx import GraphModule, Node
 from qframework.graph.attributes import add_attribute, attribute, replace_attribute
 from qframework.graph.channel_groups import find_channel_groups, find_shift_groups
 from qframework.graph.nodes import fake_value, linear_call, operation
-from qframework.kernels.hadamard import turn_blocks
+from qframework.kernels.hadamard import BLOCK_SIZES, turn_blocks
 from qframework.numerics import dynamic_scale
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
@@ -47,8 +47,6 @@ from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
 # A transform must reduce the squared error of the model's output by this share.
 _GAIN = 0.1
 _EXAMPLES = 4
-# Larger blocks gain nothing more and cost more.
-_BLOCK_SIZES = (64, 32, 16)
 _LARGEST_FACTOR = 32.0
 _KEPT_META = ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack")
 
@@ -85,7 +83,7 @@ class Transform(NamedTuple):
 
 def block_size_of(channels: int) -> int | None:
     """The largest block size that divides ``channels``; None if there is none, or just one block."""
-    return next((size for size in _BLOCK_SIZES if channels % size == 0 and channels > size), None)
+    return next((size for size in reversed(BLOCK_SIZES) if channels % size == 0 and channels > size), None)
 
 
 @torch.no_grad()
