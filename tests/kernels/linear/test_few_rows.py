@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from oracle import GELU_OFF, assert_float_close, assert_int8_close, linear, numpy64, off_by_tanh
+from oracle import assert_float_close, assert_int8_close, linear, most_doubtful, numpy64, off_by_activation
 from test_int8_linear import make_case
 
 from qframework.kernels.linear import launch as int8_linear_launch
@@ -81,10 +81,9 @@ def test_same_bits_as_the_general_kernel(tile, output, shape):
         assert_float_close(got, exact, error)
     else:
         shift = 0 if x.out_zero_point is None else numpy64(x.out_zero_point) * numpy64(x.out_scale)
-        scale, error = numpy64(x.out_scale), error + GELU_OFF
-        if output == "zero point":
-            error = error + off_by_tanh(x.a, x.a_scale, x.b, x.b_scale, x.bias, x.activation, scale)
-        assert_int8_close(got, exact + shift, error, scale, most_doubtful=0.03)
+        scale = numpy64(x.out_scale)
+        error = error + off_by_activation(*x[:7], scale)
+        assert_int8_close(got, exact + shift, error, scale, most_doubtful(x.activation, x.residual, scale))
 
 
 @pytest.mark.interpreter

@@ -11,15 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import (
-    BY_TANH,
-    GELU_OFF,
     INTERPRETED,
     UNIT,
     assert_float_close,
     assert_int8_close,
     linear,
+    most_doubtful,
     numpy64,
-    off_by_tanh,
+    off_by_activation,
 )
 
 from qframework.errors import QFrameworkError, UnsupportedError
@@ -121,7 +120,7 @@ def test_requantized_output(run, case, activation, residual, out_scale):
     scale = torch.full((1,), step) if out_scale == "per_tensor" else step * (0.5 + torch.rand(11, 1))
     got = run(a, a_scale, b, b_scale, bias, activation, added, scale.to(a.device))
     error = error + off_by_activation(a, a_scale, b, b_scale, bias, activation, added, numpy64(scale))
-    assert_int8_close(got, exact, error, numpy64(scale), MOST_DOUBTFUL)
+    assert_int8_close(got, exact, error, numpy64(scale), most_doubtful(activation, added, numpy64(scale)))
     assert int(got.min()) >= -127
 
 
@@ -141,16 +140,6 @@ def test_output_requantized_per_channel(run, case, activation, residual, bias, a
     assert int(got.min()) == -127 or activation != "none"
     with_ones = run(a, scale, b, b_scale, added_bias, activation, added, out_scale.view(1, 1, 70).to(a.device))
     assert torch.equal(got, with_ones)
-
-
-MOST_DOUBTFUL = 0.03  # the hardware's tanh may be off by up to 0.03 steps
-
-
-def off_by_activation(a, a_scale, b, b_scale, bias, activation, residual, out_scale):
-    """What an activation may add to the error of an INT8 result."""
-    if activation in BY_TANH and residual is None and out_scale.size == 1:
-        return off_by_tanh(a, a_scale, b, b_scale, bias, activation, out_scale)
-    return GELU_OFF * (activation == "gelu")
 
 
 TILES = {
@@ -215,7 +204,8 @@ def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n
         else:
             shifted = exact if zero_point is None else exact - 77 * numpy64(scale)
             off = off_by_activation(a, a_scale, b, b_scale, bias, act, residual, numpy64(scale))
-            assert_int8_close(got, shifted, error + off, numpy64(scale), MOST_DOUBTFUL)
+            most = most_doubtful(act, residual, numpy64(scale))
+            assert_int8_close(got, shifted, error + off, numpy64(scale), most)
 
 
 def test_scales_of_channel_blocks_match_separate_layers(run, case):
@@ -245,7 +235,8 @@ def test_requantized_with_a_zero_point(run, case, activation, residual, out_scal
     zero = torch.tensor([zero_point], dtype=torch.int32, device=a.device)
     got = run(a, a_scale, b, b_scale, bias, activation, added, scale.to(a.device), None, zero)
     error = error + off_by_activation(a, a_scale, b, b_scale, bias, activation, added, numpy64(scale))
-    assert_int8_close(got, exact + zero_point * numpy64(scale), error, numpy64(scale), MOST_DOUBTFUL)
+    most = most_doubtful(activation, added, numpy64(scale))
+    assert_int8_close(got, exact + zero_point * numpy64(scale), error, numpy64(scale), most)
     assert int(got.min()) >= -127
     assert int(got.max()) == 127 or zero_point < 0
 
