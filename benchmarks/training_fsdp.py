@@ -40,6 +40,7 @@ from benchmarks.tables import table as markdown
 from benchmarks.timing import Timing
 from benchmarks.training_models import Subject, llama
 from qframework.compat.dispatch import TorchDispatchMode
+from qframework.evaluation.distributed import leave_process_group
 from qframework.training import convert_to_int8_training, gather_in_int8
 from qframework.training.plan import blocks_of
 
@@ -243,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, **group)
     results = Results.start("training_fsdp", options.device, options)
     run(results, options, device)
-    distributed.destroy_process_group()
+    leave_process_group()
     return results.exit_code
 
 

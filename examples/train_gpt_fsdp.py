@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from demos.training_loop import RunConfig, autocast, mixed_seed
 from demos.training_tasks import TextTask
-from qframework.evaluation.distributed import device_of_process
+from qframework.evaluation.distributed import device_of_process, joined_processes
 from qframework.evaluation.schedule import warmup_cosine
 from qframework.files import write_json
 from qframework.outputs import output_file
@@ -108,16 +108,12 @@ def main(arguments: list[str] | None = None) -> int:
     device = device_of_process(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    several = distributed.is_torchelastic_launched()
-    if several:
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    losses = train(task, config, device, options.optimizer, options.gather)
-    if not several or distributed.get_rank() == 0:
+    with joined_processes("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo") as processes:
+        losses = train(task, config, device, options.optimizer, options.gather)
+    if processes.is_first:
         print(f"{options.optimizer}: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
         if options.output is not None:
             write_json(options.output, losses)
-    if several:
-        distributed.destroy_process_group()
     return 0
 
 

@@ -6,6 +6,7 @@ computed over a batch, and all counts, are the same too. Counts are integers, ad
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,17 @@ def joined_processes(backend: str = "gloo") -> Iterator[Processes]:
     try:
         yield Processes(distributed.get_rank(), distributed.get_world_size())
     finally:
-        distributed.destroy_process_group()
+        leave_process_group()
+
+
+def leave_process_group() -> None:
+    """Destroy the process group and end its threads.
+
+    A ``DistributedDataParallel`` that only a cycle keeps would keep gloo's threads too; one that frees a tensor while
+    the interpreter ends aborts the process.
+    """
+    gc.collect()
+    distributed.destroy_process_group()
 
 
 def device_of_process(name: str) -> torch.device:
