@@ -30,7 +30,7 @@ OLDEST_TESTS := tests/compat tests/conversion/test_in_place.py tests/integration
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-nightly test-oldest check format test-gpu bench-smoke docs dist clean
+.PHONY: help demo test test-all test-nightly test-oldest check format test-gpu test-gpu-part bench-smoke docs dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +91,15 @@ format: $(DEV_STAMP)  ## rewrite the sources in the project's format
 
 test-gpu: $(DEV_STAMP)  ## all tests on a machine with a GPU; a skipped test is a failure
 	$(BIN)/python -m pytest --require-gpu
+
+# Of one machine for some minutes: benchmarks/results/native/ has what passed before, and a new file says what is missing.
+GPU_JOBS ?= 16
+GPU_SECONDS ?= 480
+GPU_RECORD ?= build/gpu-tests.json
+test-gpu-part: $(DEV_STAMP)  ## as many tests of a GPU as GPU_SECONDS allow, those never passed there first; GPU_RECORD says which
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.time_budget --require-gpu -m "gpu or interpreter" \
+		-n $(GPU_JOBS) --dist load --maxschedchunk 4 -o faulthandler_timeout=150 \
+		--total-limit $(GPU_SECONDS) --known 'benchmarks/results/native/*.json' --record $(GPU_RECORD)
 
 bench-smoke: $(DEV_STAMP)  ## every benchmark once, on tiny shapes
 	@set -e; for benchmark in $(BENCHMARKS); do \

@@ -81,6 +81,7 @@ class Record:
     worst_sqnr_db: float | None = None  # the image with the lowest
     prepare_s: float | None = None  # export, calibrate, convert
     first_call_s: float | None = None  # compilation included
+    compile_s: float | None = None  # of the first call, the phase compile_inner of PyTorch
     spread: float | None = None  # of several rounds or runs, 1 - fastest / slowest time
 
     def to_json(self) -> dict[str, Any]:

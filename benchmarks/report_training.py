@@ -137,11 +137,15 @@ def render(results: Results) -> str:
         + ([] if simulation is None else [_simulation(simulation)])
         + ([] if processes is None else [_processes(processes)])
         + ([] if fsdp is None else [_fsdp(fsdp)])
-        + ([training_widths.section(run.records for run in runs)] if any(map(_has_models, runs)) else [])
+        + ([_widths(runs)] if any(map(_has_models, runs)) else [])
         + [_slower(runs)]
         + [_task(task, parity[task]) for task in parity]
         + [_section(run) for run in runs]
     )
+
+
+def _widths(runs: Sequence[Run]) -> str:
+    return training_widths.section((str(run.machine.get("date")), run.measured) for run in runs)
 
 
 def _targets(runs: Sequence[Run]) -> str:

@@ -1,5 +1,6 @@
 """From which width blocks train faster in INT8 than in BF16, of the stored steps of whole models (training_models.py).
 
+Of each model the newest file counts, with all its runs, since older ones measured other code.
 ``qframework.training.plan`` holds the two limits, one for blocks with a gated MLP, and a test compares them with these.
 """
 
@@ -28,6 +29,7 @@ class Speed:
     gated: bool
     op: str
     ratio: float
+    date: str = ""  # of the file
 
 
 @functools.cache
@@ -38,28 +40,41 @@ def shape_of(model: str) -> tuple[int, bool]:
     return width_of(block), is_gated(block)
 
 
-def speeds(runs: Iterable[Sequence[Record]]) -> list[Speed]:
-    """Of all models timed in both precisions, the widest first."""
+def speeds(files: Iterable[tuple[str, Sequence[Record]]]) -> list[Speed]:
+    """Of all models timed in both precisions in one run, the widest first; of dates of files and their records."""
     found = []
-    for records in runs:
-        times = {(row.model, row.op, row.provider): row.p50_ms for row in records if row.benchmark == "training_models"}
-        for (model, op, provider), ours in times.items():
-            baseline, name = times.get((model, op, BASELINE)), (model or "").partition(",")[0]
+    for date, records in files:
+        rows = [row for row in records if row.benchmark == "training_models"]
+        times = {(row.model, row.op, row.run, row.provider): row.p50_ms for row in rows}
+        for (model, op, run, provider), ours in times.items():
+            baseline, name = times.get((model, op, run, BASELINE)), (model or "").partition(",")[0]
             if provider == OURS and ours and baseline and op and name in MODELS:
-                found.append(Speed(name, *shape_of(name), op, baseline / ours))
-    return sorted(found, key=lambda speed: (speed.gated, speed.channels), reverse=True)
+                found.append(Speed(name, *shape_of(name), op, baseline / ours, date))
+    return sorted(found, key=lambda speed: (speed.gated, speed.channels, speed.date), reverse=True)
+
+
+def newest(found: Iterable[Speed]) -> list[Speed]:
+    """Those of the newest file with the same model and operation."""
+    found = list(found)
+    dates: dict[tuple[str, str], str] = {}
+    for speed in found:
+        dates[speed.model, speed.op] = max(speed.date, dates.get((speed.model, speed.op), ""))
+    return [speed for speed in found if speed.date == dates[speed.model, speed.op]]
 
 
 def limit(found: Iterable[Speed], gated: bool) -> int | None:
-    """The least width such that no model of it or wider was slower, without CUDA graphs; None if all were."""
-    alike = [speed for speed in found if speed.gated == gated and speed.op == OPS[0]]
+    """The least width such that no model of it or wider was slower, without CUDA graphs; None if all were.
+
+    Only the newest file of each model counts.
+    """
+    alike = [speed for speed in newest(found) if speed.gated == gated and speed.op == OPS[0]]
     slower = max((speed.channels for speed in alike if speed.ratio < 1), default=0)
     return min((speed.channels for speed in alike if speed.channels > slower), default=None)
 
 
-def section(runs: Iterable[Sequence[Record]]) -> str:
+def section(files: Iterable[tuple[str, Sequence[Record]]]) -> str:
     """The limits and what they rest on as Markdown."""
-    found = speeds(runs)
+    found = speeds(files)
     header = ["model", "channels", "gated MLP", "INT8 over BF16", "under CUDA graphs"]
     lines = [
         [model, f"{channels:,}", "yes" if gated else "", *(_ratios(found, model, op) for op in OPS)]
@@ -68,8 +83,9 @@ def section(runs: Iterable[Sequence[Record]]) -> str:
     limits = {gated: limit(found, gated) for gated in (False, True)}
     told = [f"{'not measured' if value is None else f'{value:,}'}" for value in limits.values()]
     note = (
-        f"Speed of whole training steps, a figure for each run. No model of at least {told[0]} channels was slower in "
-        f"INT8, or with gated MLPs {told[1]}: from there on a conversion changes blocks without being asked to.\n"
+        f"Speed of whole training steps, a figure for each run, the newest first. In the newest file of each, no model "
+        f"of at least {told[0]} channels was slower in INT8, or with gated MLPs {told[1]}: from there on a conversion "
+        f"changes blocks without being asked to.\n"
     )
     return f"## Widths\n\n{note}\n{table(header, lines)}"
 

@@ -80,9 +80,10 @@ def test_linears_instead_of_conv1d_compute_the_same() -> None:
 
 
 def test_a_conversions_limits_are_those_of_the_stored_steps() -> None:
-    """Of every stored run; and the least faster width above the widest slower one, without CUDA graphs."""
+    """Of the newest file of each model; the least faster width above the widest slower one, without CUDA graphs."""
     files = (REPOSITORY / "benchmarks" / "results" / report_training.FOLDER).glob("*-models*.json")
-    found = training_widths.speeds(Results.load(path).records for path in files)
+    stored = [Results.load(path) for path in files]
+    found = training_widths.speeds((results.machine["date"], results.records) for results in stored)
     assert len(found) >= 16
     assert training_widths.limit(found, gated=False) == plan.FASTER_FROM
     assert training_widths.limit(found, gated=True) == plan.FASTER_FROM_GATED
@@ -96,12 +97,25 @@ def test_one_slow_run_raises_the_limit() -> None:
     assert training_widths.limit(found, gated=True) is None
 
 
+def test_the_newest_file_of_a_model_replaces_older_ones_with_all_its_runs() -> None:
+    old = Speed("a", 64, False, "step", 0.9, "2026-01-01")
+    later = [Speed("a", 64, False, "step", ratio, "2026-01-02") for ratio in (1.1, 1.2)]
+    other = Speed("b", 128, False, "step", 1.1, "2026-01-01")
+    assert training_widths.limit([old, other], gated=False) == 128
+    assert training_widths.limit([*later, old, other], gated=False) == 64
+    slow = Speed("a", 64, False, "step", 0.99, "2026-01-02")
+    assert training_widths.limit([slow, *later, old, other], gated=False) == 128
+    assert training_widths.newest([old, other]) == [old, other]
+
+
 def test_speeds_pair_a_model_with_its_baseline() -> None:
     row = Record(benchmark="training_models", provider="bf16", op="step", model="llama_2048, 3 blocks", p50_ms=2.0)
     ours = dataclasses.replace(row, provider="qframework", p50_ms=1.6)
     alone = dataclasses.replace(ours, model="vit_base")
-    assert training_widths.speeds([[row, ours, alone]]) == [Speed("llama_2048", 2048, True, "step", 1.25)]
-    assert "| llama_2048 | 2,048 | yes | 1.25 |  |" in training_widths.section([[row, ours]])
+    second = [dataclasses.replace(each, run=2, p50_ms=3.0) for each in (row, ours)]
+    found = training_widths.speeds([("2026-01-01", [row, ours, alone, *second])])
+    assert found == [Speed("llama_2048", 2048, True, "step", ratio, "2026-01-01") for ratio in (1.25, 1.0)]
+    assert "| llama_2048 | 2,048 | yes | 1.25 |  |" in training_widths.section([("", [row, ours])])
 
 
 def test_models_may_have_their_own_number_of_blocks() -> None:
