@@ -65,6 +65,15 @@ def quantize(
     as_json: command.Json = False,
 ) -> None:
     """Quantize the linear layers of a classifier, and with --attention its attention, and save it."""
+    output = output or Path(f"{model}_int8.pt2")
+    check_output_file(output, "--output")
+    on, dtype = device_and_dtype(device, dtype)
+    if config is not None:
+        _refuse_beside_config(context)
+    configs = _configs(static, observer, activation, weight, attention)
+    check_model_and_data(model, checkpoint, pretrained, data, calibration=True)
+
+    # torchao and what needs it, which takes seconds: after the checks
     from qframework.backend import explain
     from qframework.conversion.exported import BATCH_IS_DYNAMIC, export_model, quantize_copy
     from qframework.evaluation import layer_sqnr, weight_bytes
@@ -73,15 +82,7 @@ def quantize(
     from qframework.serialization import save
     from qframework.tuning.plan import Plan
 
-    output = output or Path(f"{model}_int8.pt2")
-    check_output_file(output, "--output")
-    on, dtype = device_and_dtype(device, dtype)
-    if config is not None:
-        _refuse_beside_config(context)
-        chosen = Plan.load(config)
-    else:
-        chosen = _plan(static, observer, activation, weight, attention, recipe)
-    check_model_and_data(model, checkpoint, pretrained, data, calibration=True)
+    chosen = _plan(configs, recipe) if config is None else Plan.load(config)
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
     digest = state_digest(classifier.model.state_dict())
     loader = InDtype(images_for(classifier.describe(), data, batch_size=batch_size, calibration=True), dtype)
@@ -130,14 +131,21 @@ def _refuse_beside_config(context: typer.Context) -> None:
         raise QFrameworkError(f"--config must be given without {names}, which it replaces")
 
 
-def _plan(static: bool, observer: str, activation: Any, weight: Any, attention: str, recipe: str) -> Plan:
+def _plan(configs: list[LinearConfig | AttentionConfig], recipe: str) -> Plan:
     from qframework.quantizer import QFrameworkQuantizer
     from qframework.tuning.plan import Plan
 
-    quantizer = QFrameworkQuantizer().set_global(_linear_config(static, observer, activation, weight))
-    if attention != "off":
-        quantizer.set_global(_attention_config(attention, observer))
+    quantizer = QFrameworkQuantizer()
+    for config in configs:
+        quantizer.set_global(config)
     return Plan(quantizer, {}, recipe_named(recipe))
+
+
+def _configs(
+    static: bool, observer: str, activation: Any, weight: Any, attention: str
+) -> list[LinearConfig | AttentionConfig]:
+    linear = _linear_config(static, observer, activation, weight)
+    return [linear] if attention == "off" else [linear, _attention_config(attention, observer)]
 
 
 def _linear_config(static: bool, observer: str, activation: Any, weight: Any) -> LinearConfig:

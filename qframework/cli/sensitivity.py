@@ -46,10 +46,11 @@ def sensitivity(
 
     Also writes a plot and a journal beside OUTPUT; with the journal, an interrupted run resumes.
     """
-    from qframework.tuning.layer_sensitivity import sensitivity as measure
-
     on, dtype = device_and_dtype(device, dtype)
     study = Study("sensitivity", output or Path(f"{model}_sensitivity.json"), plot, observer, recipe, batches)
     subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, on, dtype)
+
+    from qframework.tuning.layer_sensitivity import sensitivity as measure
+
     result = measure(*subject.measured, linear=names(linear), attention=names(attention), **study.arguments(subject))
     study.finish(subject, result, as_json)

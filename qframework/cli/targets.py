@@ -25,13 +25,21 @@ def check_model_and_data(
     model: str, checkpoint: Path | None, pretrained: bool, data: str, *, calibration: bool = False
 ) -> None:
     """Raise QFrameworkError for an unknown model, random weights or unsuitable data, before anything is loaded."""
-    from qframework.evaluation.models import check_data_before_loading, check_data_fits, check_model_name
+    from qframework.evaluation.models import (
+        DIGITS,
+        check_data_before_loading,
+        check_data_exists,
+        check_data_fits,
+        check_model_name,
+    )
 
+    if model != DIGITS:  # before timm is imported
+        check_data_exists(data)
     check_model_name(model)
-    if model != "digits" and checkpoint is None and not pretrained:
+    if model != DIGITS and checkpoint is None and not pretrained:
         raise QFrameworkError(f"model {model!r} would have random weights. Pass --checkpoint FILE or --pretrained")
     check_data_fits(model, data)
-    if checkpoint is not None and model != "digits" and not checkpoint.is_file():
+    if checkpoint is not None and model != DIGITS and not checkpoint.is_file():
         raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
     check_data_before_loading(model, data, calibration=calibration)
 
@@ -177,25 +185,30 @@ class Study:
 
     def __init__(self, command: str, output: Path, plot: bool | None, observer: str, recipe: str, batches: int) -> None:
         from qframework.quantizer import static_attention, static_int8
-        from qframework.tuning.assignment import Meanings
 
+        self.output = output
+        self._linear, self._attention = static_int8(observer=observer), static_attention(observer=observer)
         plot = _can_plot() if plot is None else plot
         if plot:
             from qframework.tuning.plots import require_matplotlib
 
             require_matplotlib()
-        self.output = output
         self._journal, self._plot = journal_and_plot(output, plot)
-        meanings = Meanings(static=static_int8(observer=observer), static_attention=static_attention(observer=observer))
-        self._arguments = {"meanings": meanings, "recipe": recipe_named(recipe), "batches": batches}
+        self._recipe, self._batches = recipe, batches
         self._settings = {"command": command, "batches": batches, "observer": observer, "recipe": recipe}
 
     def arguments(self, subject: Subject, **settings: Any) -> dict[str, Any]:
         """The other arguments of both functions; ``settings`` must match those of an existing journal."""
+        from qframework.tuning.assignment import Meanings
         from qframework.tuning.journal import Journal
 
-        journal = Journal(self._journal, {**self._settings, **subject.settings, **settings})
-        return {**self._arguments, "journal": journal, "show_progress": True}
+        return {
+            "meanings": Meanings(static=self._linear, static_attention=self._attention),
+            "recipe": recipe_named(self._recipe),
+            "batches": self._batches,
+            "journal": Journal(self._journal, {**self._settings, **subject.settings, **settings}),
+            "show_progress": True,
+        }
 
     def finish(self, subject: Subject, result: Any, as_json: bool) -> None:
         """Write the result and its plot, and print the result."""

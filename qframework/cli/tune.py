@@ -49,11 +49,12 @@ def tune(
     interrupted run or one with another budget resumes. Exit code 1: no quantized assignment is within the budget, and
     OUTPUT holds the nearest one.
     """
-    from qframework.tuning.mixed_precision import tune as search
-
     on, dtype = device_and_dtype(device, dtype)
     study = Study("tune", output or Path(f"{model}_tuned.json"), plot, observer, recipe, batches)
     subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, on, dtype)
+
+    from qframework.tuning.mixed_precision import tune as search
+
     result = search(
         *subject.measured,
         max_drop=max_drop,

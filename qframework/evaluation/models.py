@@ -75,9 +75,11 @@ def load_classifier(name: str, checkpoint: Path | None = None, *, pretrained: bo
 
 def check_model_name(name: str) -> None:
     """Raise QFrameworkError unless ``name`` is ``"digits"`` or a model of timm."""
+    if name == DIGITS:
+        return
     import timm
 
-    if name != DIGITS and not timm.is_model(name):
+    if not timm.is_model(name):
         message = f"model must be 'digits' or a name of timm.list_models(), got {name!r}"
         raise QFrameworkError(message + did_you_mean(name, timm.list_models()))
 
@@ -133,6 +135,11 @@ def check_data_fits(model: str, data: str) -> None:
     """Raise QFrameworkError unless model and data set are both ``"digits"``, or the data set is an existing folder."""
     if (data == DIGITS) != (model == DIGITS):
         raise QFrameworkError(f"data {data!r} does not fit model {model!r}: the digits need the model 'digits'")
+    check_data_exists(data)
+
+
+def check_data_exists(data: str) -> None:
+    """Raise QFrameworkError unless the data set is ``"digits"`` or an existing folder."""
     if data != DIGITS and not (data and Path(data).is_dir()):
         raise QFrameworkError(f"data must be 'digits' or a folder of class folders, got {data!r}")
 

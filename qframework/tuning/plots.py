@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qframework.files import atomic_write
-from qframework.tuning.results import LayerSensitivity, Measured, Trial
+
+if TYPE_CHECKING:
+    from qframework.tuning.results import LayerSensitivity, Measured, Trial
 
 _COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#a16207", "#0e7490")
 _GREY = "#a8a29e"

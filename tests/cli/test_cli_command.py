@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -215,6 +216,47 @@ def test_the_command_in_a_process_of_its_own() -> None:
     assert result.returncode == 2, result.stderr
     assert "none.pt2" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+_SLOW = ("torchao", "timm", "torchvision", "torch._inductor.compile_fx")
+_BAD_ARGUMENTS = """
+import json, sys
+from typer.testing import CliRunner
+import qframework.cli
+commands = {commands!r}
+results = [CliRunner().invoke(qframework.cli.app, command) for command in commands]
+print(json.dumps({{
+    "exits": [result.exit_code for result in results],
+    "errors": [result.stderr for result in results],
+    "imported": [name for name in {slow!r} if name in sys.modules],
+}}))
+"""
+
+
+def test_bad_arguments_are_found_before_slow_imports() -> None:
+    """A device, file, folder or option that does not exist needs PyTorch alone; torchao and timm take seconds."""
+    digits, vit = ("quantize", "digits"), ("quantize", "vit_base_patch16_224", "--pretrained")
+    commands = {
+        (*digits, "--device", "cuda:99"): "--device must be",
+        (*digits, "--output", "missing/digits.pt2"): "the folder missing does not exist",
+        (*digits, "--observer", "median"): "observer must be one of",
+        (*digits, "--attention", "sage9"): "variant must be",
+        (*vit, "--data", "missing"): "data must be 'digits' or a folder",
+        ("evaluate", "missing.pt2"): "missing.pt2",
+        ("export-onnx", "missing.pt2"): "missing.pt2",
+        ("tune", "digits", "--device", "cuda:99"): "--device must be",
+        ("sensitivity", "digits", "--observer", "median"): "observer must be one of",
+        ("benchmark", "digits", "--device", "cuda:99"): "--device must be",
+    }
+    source = _BAD_ARGUMENTS.format(commands=[list(each) for each in commands], slow=_SLOW)
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", source], cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["exits"] == [2] * len(commands), found["errors"]
+    for error, expected in zip(found["errors"], commands.values(), strict=True):
+        assert expected in error
+    assert not found["imported"]
 
 
 def test_the_package_runs_as_the_command() -> None:
