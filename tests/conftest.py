@@ -62,6 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--require-gpu: {reason}")
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import interpreter  # needs Triton
+
+    interpreter.make_faster()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, reason in (("gpu", why_no_gpu), ("interpreter", why_no_triton)):
         if item.get_closest_marker(mark) is not None and (why := reason()) is not None:

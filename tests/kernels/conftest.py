@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+collect_ignore = ["test_interpreter.py"] if torch.cuda.is_available() else []  # nothing is interpreted beside a GPU
+
 
 @pytest.fixture(params=["cpu", pytest.param("triton", marks=pytest.mark.interpreter)])
 def implementation(request: pytest.FixtureRequest) -> str:

@@ -104,7 +104,6 @@ def check_equal(found, expected) -> None:
 
 
 @kernel_only
-@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_operator_equals_its_reference(name: str, causal: bool, place: torch.device) -> None:

@@ -73,7 +73,6 @@ MASKS = {
 }
 
 
-@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("smooth_k", [True, False])
 @pytest.mark.parametrize("variant", [spec for spec in SPECS if "per_tensor" not in spec])
 def test_padding_does_not_increase_the_error(implementation, place, variant, smooth_k):
@@ -86,7 +85,6 @@ def test_padding_does_not_increase_the_error(implementation, place, variant, smo
     assert error < 1.2**2 * (without_padding(implementation, q, k, v, **options) - exact).square().mean()
 
 
-@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("variant", ["sage_b", "8-per_tensor-fp16-fp32", "8-per_warp-fp8-fp32-smooth_v"])
 def test_the_content_of_padding_changes_no_bit(implementation, place, mask, variant):
