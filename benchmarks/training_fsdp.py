@@ -78,7 +78,7 @@ def sharded(case: Case, subject: Subject, device: torch.device) -> nn.Module:
         model = subject.build(None).train()
     blocks = blocks_of(model)
     if case.int8:
-        convert_to_int8_training(model, skip_slower=False, keep_weights=False)
+        convert_to_int8_training(model, skip_slower=False)
     if case.gather == "int8":
         gather_in_int8(model)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

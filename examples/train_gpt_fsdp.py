@@ -58,7 +58,7 @@ def train(
     processes, rank = (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
     torch.manual_seed(config.seed)
     model = task.build(config.seed).to(device)
-    convert_to_int8_training(model, config.block_size, skip_slower=False, keep_weights=processes == 1)
+    convert_to_int8_training(model, config.block_size, skip_slower=False)
     if processes > 1:
         sharded(model, gather)
     update = OPTIMIZERS[optimizer]()(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)

@@ -78,7 +78,7 @@ def convert_to_int8_training(
     stochastic_gradients: bool = False,
     attention: AttentionGradient = "float",
     skip_slower: bool = True,
-    keep_weights: bool = True,
+    keep_weights: bool | None = None,
 ) -> nn.Module:
     """Make the modules of ``model``'s transformer blocks compute in INT8, in place, and return ``model``.
 
@@ -116,8 +116,8 @@ def convert_to_int8_training(
             blocks alone does not change. False converts them too, which saves memory for activations and, under CUDA
             graphs, also time from 768 channels on. The baselines convert all blocks.
         keep_weights: keep the transposes of weights in INT8 from the forward to the backward pass, one byte for each
-            weight, instead of quantizing each weight twice. Pass False under FSDP2 without ``gather_in_int8``: each
-            process would keep those of the whole model. In mode ``"per_block"`` only.
+            weight, instead of quantizing each weight twice. None keeps them unless FSDP2 spreads the weight over
+            several processes, each of which would keep those of the whole model. In mode ``"per_block"`` only.
 
     Raises:
         UnsupportedError: an unknown block size, mode or attention; stochastic gradients in a mode other than
@@ -182,7 +182,7 @@ def restore_float(model: nn.Module) -> nn.Module:
     return model
 
 
-def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool, keep_weights: bool) -> None:
+def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool, keep_weights: bool | None) -> None:
     model.__dict__[_REPORT] = ConversionReport(
         plan.mode, plan.block_size, tuple(plan.blocks.values()), plan.converted, tuple(plan.kept), tuple(plan.narrow)
     )

@@ -17,6 +17,7 @@ Parameters and state dicts are those of the float layer. Master weights stay in 
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal, get_args
 
 import torch
@@ -160,7 +161,30 @@ def result_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class Int8Linear(nn.Linear):
+class HeldWeight(nn.Module):
+    """A layer that knows whether each process holds only a part of its weight, as under FSDP2.
+
+    FSDP2 sets its part as the parameter between the passes, and the whole weight while the layer runs. It sets both by
+    ``setattr`` in modules with a ``__setattr__`` of their own.
+    """
+
+    weight_is_spread = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and is_spread(value):
+            self.__dict__["weight_is_spread"] = True
+        super().__setattr__(name, value)
+
+
+def is_spread(x: Any) -> bool:
+    """Whether ``x`` is a DTensor of which several processes hold parts."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # without it there are none
+    if tensors is None or not isinstance(x, tensors.DTensor):
+        return False
+    return any(x.device_mesh.size(i) > 1 and not each.is_replicate() for i, each in enumerate(x.placements))
+
+
+class Int8Linear(HeldWeight, nn.Linear):
     """``nn.Linear`` with INT8 operands in blocks in all three products (Jetfire, section 5). Same parameters.
 
     Args:
@@ -175,7 +199,7 @@ class Int8Linear(nn.Linear):
         stochastic_gradients: while training, round float gradients stochastically, without bias, with a seed from
             torch's generator; gradients in blocks are used unchanged.
         keep_weight: keep the weight's transpose in INT8 from the forward to the backward pass; otherwise the backward
-            pass quantizes the master weight again.
+            pass quantizes the master weight again. None keeps it unless FSDP2 spreads the weight over processes.
 
     ``x`` is ``(..., in_features)``, a float tensor or a BlockTensor of the same block size. The result has its dtype,
     or that of autocast. The gradient of a BlockTensor is a BlockTensor; those of parameters are float.
@@ -196,7 +220,7 @@ class Int8Linear(nn.Linear):
         block_size: BlockSize = DEFAULT_BLOCK_SIZE,
         output: Output = "block",
         stochastic_gradients: bool = False,
-        keep_weight: bool = True,
+        keep_weight: bool | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block_size, self.output = check_options(type(self).__name__, block_size, output)
@@ -220,7 +244,8 @@ class Int8Linear(nn.Linear):
 def apply_linear(layer: Any, x: Tensor, conv1d: bool) -> Tensor:
     """Apply ``layer`` to ``x``. Draws the seed whether or not gradients are enabled, as checkpointing requires."""
     seed = new_seed(x.device) if layer.stochastic_gradients and layer.training else None
-    options = layer.block_size, result_dtype(x), layer.output, conv1d, seed, torch.is_grad_enabled(), layer.keep_weight
+    keep_weight = not layer.weight_is_spread if layer.keep_weight is None else layer.keep_weight
+    options = layer.block_size, result_dtype(x), layer.output, conv1d, seed, torch.is_grad_enabled(), keep_weight
     return Int8LinearFunction.apply(x, layer.weight, layer.bias, *options)
 
 
@@ -240,7 +265,7 @@ class Conv1D(nn.Module):
         return f"nf={self.nf}, nx={self.nx}"
 
 
-class Int8Conv1D(Conv1D):
+class Int8Conv1D(HeldWeight, Conv1D):
     """``Int8Linear`` with the parameters of transformers' ``Conv1D``: the weight is ``(nx, nf)``."""
 
     def __init__(
@@ -253,7 +278,7 @@ class Int8Conv1D(Conv1D):
         block_size: BlockSize = DEFAULT_BLOCK_SIZE,
         output: Output = "block",
         stochastic_gradients: bool = False,
-        keep_weight: bool = True,
+        keep_weight: bool | None = None,
     ) -> None:
         super().__init__(nf, nx, device, dtype)
         self.block_size, self.output = check_options(type(self).__name__, block_size, output)

@@ -174,7 +174,7 @@ def _rebuilt(
 
 
 def _linear(module: Any, output: str, block_size: BlockSize) -> Replacement:
-    flags = {"stochastic_gradients": False, "keep_weight": True}
+    flags = {"stochastic_gradients": False, "keep_weight": None, "weight_is_spread": False}
     return Replacement(Int8Linear, {"block_size": block_size, "output": output, **flags})
 
 

@@ -330,7 +330,7 @@ def floats(kept):
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("name", ["block", "float", "block of one row", "per_tensor"])
 def test_saves_int8(name, in_blocks):
-    """And the master weight where it is quantized again: in the baselines, and with keep_weight=False."""
+    """And the master weight where it is quantized again: in the baselines, with keep_weight=False, and in parts."""
     layer = LAYERS[name](nn.Linear(40, 33))
     x = torch.randn(64, 40)
     if in_blocks and name != "per_tensor":
@@ -341,6 +341,10 @@ def test_saves_int8(name, in_blocks):
     if name != "per_tensor":
         layer.keep_weight = False
         assert [t.data_ptr() for t in floats(saved(layer, x))] == [layer.weight.data_ptr()]
+        layer.keep_weight, layer.weight_is_spread = None, True
+        assert [t.data_ptr() for t in floats(saved(layer, x))] == [layer.weight.data_ptr()]
+        layer.keep_weight = True
+        assert floats(saved(layer, x)) == []
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -128,6 +129,14 @@ def wrong_number() -> str:
     return ""
 
 
+def spread() -> list[int]:
+    """Linears that know of parts of their weight: each process holds a half; each the whole."""
+    mesh = init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=("replicas", "parts"))
+    whole = fully_shard(convert_to_int8_training(gpt(), skip_slower=False), mesh=mesh)
+    models = built("gpt", (1, 128), False), whole
+    return [sum(getattr(module, "weight_is_spread", False) for module in model.modules()) for model in models]
+
+
 def sample() -> dict[str, Any]:
     """What the shorter tests look at, in one start of two processes."""
     found: dict[str, Any] = {f"gpt {block_size_name(size)}": both("gpt", size) for size in SAMPLE}
@@ -136,6 +145,7 @@ def sample() -> dict[str, Any]:
 
         found["eight bit"] = both("gpt", 32, AdamW8bit)
     found |= {"checkpointed": checkpointed(), "state": state(), "error": wrong_number(), "fallbacks": dict(fallbacks)}
+    found["spread"] = spread()
     return found | {"gpt count": gathered_in_int8(built("gpt", (1, 128), True))}
 
 
@@ -224,6 +234,12 @@ def check_losses(found: Found, name: str, linears: int, block_size: CanonicalSiz
         assert blocks[-1] < 0.95 * blocks[0]
         assert mine[f"{name} count"] == linears
         assert mine["fallbacks"] == {}
+
+
+@pytest.mark.slow
+def test_layers_know_whether_processes_hold_parts_of_their_weights(found: Found) -> None:
+    """So that they keep no transpose of the whole between the passes, unless they are told to."""
+    assert [mine["spread"] for mine in found] == [[8, 0]] * PROCESSES
 
 
 @pytest.mark.slow
