@@ -78,7 +78,9 @@ def run(results: Results, shapes: Mapping[str, Shape], device: str, seed: int, r
     for model, shape in shapes.items():
         given = make_inputs(shape, device, seed)
         for provider in PROVIDERS:
-            identity = Record(benchmark="paper_speeds", op="attention", shape=shape.sizes, model=model, provider=provider)
+            identity = Record(
+                benchmark="paper_speeds", op="attention", shape=shape.sizes, model=model, provider=provider
+            )
             results.attempt(identity, functools.partial(measure, identity, given, device, rep_ms))
 
 

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper_tables import SCHEMA, Figures, average, worst
+from benchmarks.report_adaptive import adaptive_section, speed_section
 from benchmarks.tables import machine_line, table
 from qframework.errors import FileFormatError
 
 FOLDER = "papers"  # below the folder of results
 NAME = "papers.md"
 GRANULARITY = "*-granularity_error.json"  # below the folder of other results
+BENCHMARKS = ("paper_tables", "paper_adaptive", "paper_speeds")
 HEAD = """# The papers' tables
 
 `python -m benchmarks.report` generates this page from the files in `benchmarks/results/papers/`, which
-`python -m benchmarks.paper_tables --models` writes. Do not edit it.
+`python -m benchmarks.paper_tables --models` writes, and `benchmarks.paper_adaptive` and `benchmarks.paper_speeds` for
+SageAttention's tables 10 and 11. Do not edit it.
 
 The papers measure Llama 2, Unidiffuser, CogVideoX and vision transformers trained on ImageNet. What is measured here
 are the attention layers of two models with trained weights that come in packages: the 12 of DINOv2 ViT-S/14 (257
@@ -28,14 +31,13 @@ relative L1 error and RMSE as SageAttention defines them. Columns named after a 
 NOTHING = "\nNothing measured yet.\n"
 ELSEWHERE = """## Tables that need other data
 
-- SageAttention, tables 1, 8 and 11 (perplexity, FID, ImageNet, the gain of the adaptive choice in CogVideoX and
-  Llama 2) and SageAttention2++, table 3: these models and data sets were not here. `sage_attention`,
-  `use_sage_attention` and `calibrate_attention` run them; [Evaluation](evaluation.md) scores ImageNet folders.
+- SageAttention, tables 1 and 8 (perplexity, FID, ImageNet), the metrics of table 11 in CogVideoX and Llama 2, and
+  SageAttention2++, table 3: these models and data sets were not here. `sage_attention`, `use_sage_attention` and
+  `calibrate_attention` run them; [Evaluation](evaluation.md) scores ImageNet folders.
 - QAttn, table 3 (ImageNet): `qframework evaluate` on a folder of validation images; the images were not here. Digits
   and shapes stand in for it on the page on [accuracy](accuracy.md).
 - QAttn, table 4 (COCO): `examples/coco_sam.py`; the images were not here.
-- SageAttention, table 7, and QAttn, tables 2 and 5, are speeds: see [Performance](performance.md). The cost of
-  smoothing K (SageAttention, table 10) was not measured by itself.
+- SageAttention, table 7, and QAttn, tables 2 and 5, are speeds: see [Performance](performance.md).
 """
 # Cosine, relative L1 and RMSE as printed. SageAttention, arXiv:2410.02367; SageAttention2++, arXiv:2505.21136.
 Printed = Mapping[str, tuple[float, ...]]
@@ -74,21 +76,26 @@ _NAMES = ("cosine", "L1", "RMSE")
 Layers = Mapping[str, Mapping[str, Figures]]
 
 
-def load(folder: Path) -> dict[str, Any] | None:
-    """The newest document in ``folder`` that is not of a smoke run. Raises FileFormatError for other files."""
-    documents = []
+def load(folder: Path) -> dict[str, Any]:
+    """The newest document in ``folder`` of each of ``BENCHMARKS`` that has one; none of a smoke run.
+
+    Raises FileFormatError for other files.
+    """
+    newest: dict[str, Any] = {}
     for path in sorted(folder.glob("*.json")):
         try:
             document = json.loads(path.read_text())
-            if (document["schema"], document["benchmark"]) != (SCHEMA, "paper_tables"):
+            name, smoke, date = document["benchmark"], document["smoke"], str(document["machine"].get("date"))
+            if document["schema"] != SCHEMA or name not in BENCHMARKS:
                 raise FileFormatError(
-                    f"{path}: schema and benchmark must be {SCHEMA} and 'paper_tables', got {document['schema']!r} and "
-                    f"{document['benchmark']!r}"
+                    f"{path}: schema must be {SCHEMA} and benchmark one of {', '.join(BENCHMARKS)}, got "
+                    f"{document['schema']!r} and {name!r}"
                 )
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise FileFormatError(f"{path} is not a result file of benchmarks.paper_tables: {error!r}") from error
-        documents += [] if document["smoke"] else [document]
-    return max(documents, key=lambda each: str(each["machine"].get("date")), default=None)
+            raise FileFormatError(f"{path} is not a result file of the papers' tables: {error!r}") from error
+        if not smoke and (name not in newest or date > str(newest[name]["machine"].get("date"))):
+            newest[name] = document
+    return newest
 
 
 def load_granularity(folder: Path) -> dict[str, Any] | None:
@@ -97,13 +104,16 @@ def load_granularity(folder: Path) -> dict[str, Any] | None:
     return max(found, key=lambda each: str(each["machine"].get("date")), default=None)
 
 
-def render(document: Mapping[str, Any] | None, granularity: Mapping[str, Any] | None = None) -> str:
-    """The whole page as Markdown."""
+def render(documents: Mapping[str, Any], granularity: Mapping[str, Any] | None = None) -> str:
+    """The whole page as Markdown, from what ``load`` returns."""
+    document = documents.get("paper_tables")
     if document is None:
         return HEAD + NOTHING
     found = document["tables"]
     parts = [HEAD, machine_line(document["machine"], {})]
     parts += [section(found[name]) for name, section in SECTIONS.items() if name in found]
+    parts += speed_section(documents.get("paper_speeds"))
+    parts += adaptive_section(documents.get("paper_adaptive"))
     parts += [_models(document["models"], document["crops"])] if document.get("models") else []
     parts += [_granularity(granularity)] if granularity else []
     return "\n".join([*parts, ELSEWHERE])

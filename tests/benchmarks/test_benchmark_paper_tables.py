@@ -98,7 +98,7 @@ def test_smoke_run_and_page(tmp_path: Path) -> None:
         name: list(table.rows) for name, table in TABLES.items()
     }
     assert list(report_papers.SECTIONS) == list(TABLES)
-    assert report_papers.load(tmp_path) is None  # of a smoke run
+    assert report_papers.load(tmp_path) == {}  # of a smoke run
     path.write_text(json.dumps({**document, "smoke": False}))
     page = report_papers.render(report_papers.load(tmp_path))
     found = document["tables"]["formats"]["INT8, INT8"]
@@ -107,10 +107,10 @@ def test_smoke_run_and_page(tmp_path: Path) -> None:
     assert f"| INT8, INT8 | {100 * least['cosine']:.3f} % | {least['relative_l1']:.4f} |" in page
     assert "| 99.70 % | 0.1035 | 0.00682 |" in page  # the paper's
     model = {"sqnr_db": 17.66, "correspondences": 70.0, "cosine": 0.99, "worst_cosine": 0.9}
-    whole = report_papers.render({**document, "models": {"INT8, per tensor": model}, "crops": 34})
+    whole = report_papers.render({"paper_tables": {**document, "models": {"INT8, per tensor": model}, "crops": 34}})
     assert "on 34 crops" in whole
     assert "| INT8, per tensor | 17.7 | 70.0 | 0.9900 | 0.9000 |" in whole
     path.write_text("{}")
     with pytest.raises(FileFormatError, match="not a result file"):
         report_papers.load(tmp_path)
-    assert "Nothing measured" in report_papers.render(None)
+    assert "Nothing measured" in report_papers.render({})
