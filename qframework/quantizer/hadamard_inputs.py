@@ -161,12 +161,13 @@ def _may_turn(x: Node) -> bool:
     fake = fake_value(x)
     if fake is None or not isinstance(fake.shape[-1], int) or block_size_of(fake.shape[-1]) is None:
         return False
-    return x.op == "call_function" and not is_attention_output(x) and not _is_norm(x)
+    turned = operation(x) == "hadamard"
+    return x.op == "call_function" and not is_attention_output(x) and not is_norm(x) and not turned
 
 
-def _is_norm(x: Node) -> bool:
-    name = operation(x) or ""
-    return "norm" in name or name == "hadamard"
+def is_norm(x: Node) -> bool:
+    """Whether an operator that normalizes computes ``x``."""
+    return "norm" in (operation(x) or "")
 
 
 def _own_weight(linear: Node) -> bool:

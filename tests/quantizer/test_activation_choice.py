@@ -101,6 +101,29 @@ def test_the_most_harmful_input_gets_scales_per_token_within_the_budget() -> Non
     assert gain > 10
 
 
+class Two(nn.Module):
+    """Two layers of one width; a norm may compute the first one's input."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.first, self.second = norm, nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.norm(x)))
+
+
+@pytest.mark.parametrize(("norm", "chosen"), [(nn.LayerNorm(DIM), {"first": "dynamic"}), (nn.Identity(), {})])
+def test_an_input_behind_a_norm_costs_a_quarter(norm: nn.Module, chosen: dict[str, str]) -> None:
+    """Of two inputs of one width, a share of 0.2 pays for the one behind a norm, if there is one, and no other."""
+    x = torch.nn.functional.layer_norm(torch.randn(3, 8, 64, DIM, generator=torch.Generator().manual_seed(1)), (DIM,))
+    x[..., ::9, 0] += 1000  # what a norm leaves of such a token is one channel
+    batches = list(torch.nn.functional.layer_norm(x, (DIM,)))
+    graph = exported(Two(norm), batches[0])
+    assert choose_activations(copy.deepcopy(graph), QUANTIZER, batches, observers=False, dynamic_share=0.19) == {}
+    assert choose_activations(graph, QUANTIZER, batches, observers=False, dynamic_share=0.2) == chosen
+
+
 def test_the_quantizer_and_other_layers_do_not_change() -> None:
     graph, quantizer = exported(Stages(), *sized()[0]), QFrameworkQuantizer().set_global(static_int8())
     before = quantizer.to_dict()
