@@ -7,15 +7,17 @@ import hashlib
 import inspect
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import Plot
 from benchmarks.plots import COLOUR, GREY, WIDTH
-from benchmarks.pretrained import MODELS, STEPS, Row, load_rows
+from benchmarks.pretrained import CONFIGURATIONS, MODELS, STEPS, Row, load_rows
 from benchmarks.tables import machine_line, table
+from qframework.evaluation.comparison import Configuration
+from qframework.quantizer import Recipe
 
 FOLDER = "pretrained"  # below the folder of accuracy's results
 FP32 = "FP32"
@@ -56,6 +58,7 @@ _COLUMNS = {
     "top_1": "top-1, %",
     "spearman": "Spearman",
 }
+_OF_STATIC_INPUTS = ("choose_observers", "zero_points", "margins", "dynamic_share")
 
 
 @dataclass(frozen=True)
@@ -95,13 +98,17 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The newest rows of one model; ``earlier`` are the machines of configurations that an older file measured."""
+    """The newest rows of one model.
+
+    ``earlier`` are the machines of configurations that an older file measured, ``recipes`` those of all.
+    """
 
     model: str
     machine: dict[str, Any]
     sizes: dict[str, int]
     rows: list[Row]
     earlier: tuple[tuple[str, dict[str, Any]], ...] = ()
+    recipes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def after(self, old: Measured | None) -> Measured:
         """With the rows of an older file for configurations that this one lacks, if it had the same sizes."""
@@ -113,7 +120,8 @@ class Measured:
         rows = sorted([*kept, *self.rows], key=lambda row: place.get(row.configuration, len(place)))
         names = list(dict.fromkeys(row.configuration for row in kept))
         before = dict(old.earlier)
-        return replace(self, rows=rows, earlier=tuple((name, before.get(name, old.machine)) for name in names))
+        earlier = tuple((name, before.get(name, old.machine)) for name in names)
+        return replace(self, rows=rows, earlier=earlier, recipes={**old.recipes, **self.recipes})
 
     @property
     def title(self) -> str:
@@ -137,12 +145,36 @@ class Measured:
 def load(folder: Path) -> list[Measured]:
     """The newest rows of each model and configuration, without smoke runs. Raises FileFormatError for other files."""
     found: dict[str, Measured] = {}
-    files = [load_rows(path) for path in sorted(folder.glob("*.json"))]
-    for machine, sizes, rows in sorted(files, key=lambda file: str(file[0].get("date"))):
+    files = [(*load_rows(path), _recipes(path)) for path in sorted(folder.glob("*.json"))]
+    for machine, sizes, rows, recipes in sorted(files, key=lambda file: str(file[0].get("date"))):
         for model in dict.fromkeys(row.model for row in rows):
-            new = Measured(model, machine, sizes, [row for row in rows if row.model == model])
+            new = Measured(model, machine, sizes, [row for row in rows if row.model == model], recipes=recipes)
             found[model] = new.after(found.get(model))
     return [found[model] for model in MODELS if model in found]
+
+
+def _recipes(path: Path) -> dict[str, dict[str, Any]]:
+    """The recipe of each configuration that has one."""
+    configurations = json.loads(path.read_text()).get("configurations", {})
+    return {name: each["recipe"] for name, each in configurations.items() if each.get("recipe")}
+
+
+def _is_dynamic(configuration: Configuration) -> bool:
+    linear = configuration.config.linear if configuration.config is not None else None
+    return linear is not None and linear.activation.dynamic
+
+
+def _changes(name: str, measured_with: Mapping[str, Any]) -> str:
+    """How the recipe of a configuration differs now from the one that was measured; empty if it does not."""
+    configuration = {**CONFIGURATIONS, **STEPS}.get(name)
+    if configuration is None or configuration.recipe is None:
+        return ""
+    before = {**Recipe().to_dict(), **measured_with}  # steps that did not exist were off
+    now = configuration.recipe.to_dict()
+    if _is_dynamic(configuration):
+        now = {step: value for step, value in now.items() if step not in _OF_STATIC_INPUTS}
+    changed = [f"`{step}` {before[step]!r}, now {value!r}" for step, value in now.items() if before[step] != value]
+    return f"{name} was measured with another recipe: {', '.join(changed)}.\n" if changed else ""
 
 
 def render(measured: Sequence[Measured]) -> str:
@@ -177,7 +209,9 @@ def _model(measured: Measured) -> str:
         names = [name for name, each in measured.earlier if json.dumps(each, sort_keys=True) == key]
         lines.append(f"Measured earlier: {'; '.join(name for name in names if name != FP32)}.\n")
         lines.append(machine_line(machine, {}))
-    return "\n".join([f"### {measured.title}\n", note, table(header, rows), plot, *lines])
+    found = (_changes(name, measured.recipes.get(name, {})) for name in measured.configurations())
+    changes = [text for text in found if text]
+    return "\n".join([f"### {measured.title}\n", note, table(header, rows), *changes, plot, *lines])
 
 
 def _line(measured: Measured, name: str, columns: Sequence[str]) -> list[str]:

@@ -217,6 +217,20 @@ def test_a_newer_file_replaces_the_configurations_that_it_holds(tmp_path: Path) 
     assert found.earlier == ()
 
 
+def test_the_page_says_what_a_recipe_was_measured_with(tmp_path: Path) -> None:
+    measured(tmp_path, 29.0)
+    path = next(tmp_path.glob("*.json"))
+    document = json.loads(path.read_text())
+    now = pretrained.CONFIGURATIONS[BEST].to_dict()
+    before = {**now, "recipe": {**now["recipe"], "dynamic_share": 0.5}}
+    for configurations, says in (({BEST: now}, False), ({BEST: before}, True)):
+        path.write_text(json.dumps({**document, "configurations": configurations}))
+        page = report_pretrained.render(report_pretrained.load(tmp_path))
+        text = f"{BEST} was measured with another recipe: `dynamic_share` 0.5, now {now['recipe']['dynamic_share']}."
+        assert (text in page) == says
+    assert "another recipe" not in report_pretrained._changes("INT8-D (best recipe)", before["recipe"])
+
+
 def test_the_plot_is_drawn_and_carries_its_mark(tmp_path: Path) -> None:
     measured(tmp_path, 29.0)
     for name, plot in report_pretrained.plots(report_pretrained.load(tmp_path)).items():
