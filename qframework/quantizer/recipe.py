@@ -105,8 +105,9 @@ class Recipe(JsonConfig):
         hadamard: turn dynamic inputs behind activations, without their mean, by Hadamard matrices in blocks of channels
             where that reduces the error of the model's output (qframework/quantizer/hadamard_inputs.py). On a GPU it is
             a part of their quantization, which takes twice as long.
-        rotate_heads: change the basis of queries and keys of static attention, head by head, where linears compute them
-            and that reduces the error of the logits (qframework/quantizer/rotate_heads.py). Costs nothing at run time.
+        rotate_heads: change the bases of queries and keys of static attention, head by head, where linears compute them
+            and that reduces the error of the logits (qframework/quantizer/rotate_heads.py): by invertible matrices,
+            found by gradient descent on calibration data. Costs nothing at run time.
         attention_heads: give static attention a scale for each head instead of one for each tensor, where that reduces
             the error of the model's output (qframework/quantizer/attention_choice.py).
         dynamic_share: the inputs that harm the output most for their cost may have scales per token, computed at run

@@ -1,13 +1,14 @@
-"""Rotation of heads: queries and keys of static attention in a basis in which no channel of a head stands out.
+"""Bases of heads: queries and keys of static attention in a basis in which no channel of a head stands out.
 
-With an orthogonal matrix R ``(D, D)``, logits stay the same::
+With an invertible matrix A ``(D, D)``, logits stay the same::
 
-    q k^T = (q R) (k R)^T
+    q k^T = (q A) (k A^-T)^T
 
-Where linears compute queries and keys and only views are between them and attention, R becomes part of their rows, at
-no cost at run time. Rotary embeddings are in the way of it. One scale for a head then wastes less range: its channels
-have similar ranges. QuaRot (Ashkboos et al., arXiv:2404.00456) turns queries and keys behind rotary embeddings, at run
-time. Each attention is turned where that reduces the error of its logits on calibration data.
+Where linears compute queries and keys and only views are between them and attention, A and its inverse become part of
+their rows, at no cost at run time. Rotary embeddings are in the way of it. One scale for a head then wastes less range:
+its channels have similar ranges, of queries and of keys (qframework/quantizer/head_basis.py). QuaRot (Ashkboos et al.,
+arXiv:2404.00456) turns queries and keys behind rotary embeddings by a Hadamard matrix, at run time. Each attention gets
+its bases where that reduces the error of its logits on data that they were not fitted to.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from qframework.quantizer.annotate_attention import attention_call, is_attention
 from qframework.quantizer.attention_config import AttentionConfig
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_statistics import channel_statistics
-from qframework.quantizer.output_error import Parameters, fake_quantized
+from qframework.quantizer.head_basis import head_bases
+from qframework.quantizer.output_error import Parameters, fake_quantized, held_out
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
 
-# Rotation must reduce the squared error of the logits by this share.
+# The squared error of the logits must become smaller by this share.
 _GAIN = 0.05
-_SEED = 0
 
 
 class _Operand(NamedTuple):
@@ -46,50 +47,65 @@ class _Operand(NamedTuple):
         return outputs[:, self.channels.to(outputs.device)].movedim(0, 1)
 
 
+class _Rows(NamedTuple):
+    """Rows of queries ``(H, n, D)`` and keys ``(H of keys, n, D)``."""
+
+    query: Tensor
+    key: Tensor
+
+    def bases(self) -> tuple[Tensor, Tensor]:
+        """What queries and keys are multiplied by, ``(H, D, D)`` each; one basis where queries share a key head."""
+        key_heads, _, width = self.key.shape
+        bases = head_bases(self.query.reshape(key_heads, -1, width), self.key)
+        return bases.repeat_interleave(len(self.query) // key_heads, 0), torch.linalg.inv(bases).mT
+
+    def turned(self, of_queries: Tensor, of_keys: Tensor) -> _Rows:
+        """The rows in other bases."""
+        return _Rows(self.query.double() @ of_queries, self.key.double() @ of_keys)
+
+
 @torch.no_grad()
 def rotate_heads(
     exported: GraphModule,
     quantizer: QFrameworkQuantizer,
     data: Iterable[Batch],
     *,
-    samples: int = 512,
+    samples: int = 2048,
     batches: int | None = None,
 ) -> dict[str, float]:
-    """Rotate queries and keys of static attention where that reduces the error of the logits, in place.
+    """Change the bases of queries and keys of static attention where that reduces the error of the logits, in place.
 
     Args:
         exported: from ``torch.export.export(...).module()``. It gets new parameters; those of the original model stay.
         quantizer: the one the graph will be prepared with.
-        data: calibration batches as ``calibrate`` takes them.
-        samples: tokens of calibration data on which errors are measured.
+        data: calibration batches as ``calibrate`` takes them. Bases are fitted to all but the first, or to half of a
+            single one, and judged on the rest.
+        samples: tokens of calibration data that bases are fitted to and judged on.
         batches: use only this many batches.
 
     Returns:
-        The squared error of the logits relative to that without rotation, for each attention that was rotated.
+        The squared error of the logits relative to that before, for each attention that was changed.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
     """
     found = list(_pairs(exported, quantizer))
+    if not found:
+        return {}
+    judged, fitted = held_out(exported, data, batches)
     linears = {operand.linear: None for _, *pair in found for operand in pair}
-    statistics = channel_statistics(exported, data, linears, samples, batches) if linears else {}
+    seen = [channel_statistics(exported, part, linears, samples) for part in (fitted, judged or fitted)]
     done: dict[str, float] = {}
     for attention, query, key in found:
-        q, k = (each.rows(statistics[each.linear].rows) for each in (query, key))
-        basis = orthogonal_basis(q.shape[-1]).to(q)
-        plain, turned = _logit_error(q, k), _logit_error(q @ basis, k @ basis)
-        if turned < (1 - _GAIN) * plain:
-            for operand in (query, key):
+        plain = [_Rows(*(each.rows(part[each.linear].rows) for each in (query, key))) for part in seen]
+        bases = plain[0].bases()
+        error = _logit_error(*(rows.turned(*bases) for rows in plain)) / max(_logit_error(*plain), 1e-30)
+        if error < 1 - _GAIN:
+            for operand, basis in zip((query, key), bases, strict=True):
                 _turn_rows(exported, operand, basis)
-            done[layer_name(attention)] = turned / plain
+            done[layer_name(attention)] = error
     exported.recompile()
     return done
-
-
-def orthogonal_basis(size: int) -> Tensor:
-    """A random orthogonal matrix ``(size, size)`` float64, always the same."""
-    generator = torch.Generator().manual_seed(_SEED)
-    return torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
 
 
 def _pairs(exported: GraphModule, quantizer: QFrameworkQuantizer) -> Iterator[tuple[Node, _Operand, _Operand]]:
@@ -104,7 +120,8 @@ def _pairs(exported: GraphModule, quantizer: QFrameworkQuantizer) -> Iterator[tu
             query, key = operands.get(call.query), operands.get(call.key)
             if query is None or key is None or not _are_apart(call.query, call.key, call.value):
                 continue
-            if query.channels.shape[1] == key.channels.shape[1]:
+            (heads, width), (key_heads, key_width) = query.channels.shape, key.channels.shape
+            if width == key_width and heads % key_heads == 0:
                 yield node, query, key
 
 
@@ -144,20 +161,28 @@ def _heads(view: ChannelView) -> Tensor | None:
     return view.channels(len(view.dims) - 3)
 
 
-def _logit_error(query: Tensor, key: Tensor) -> float:
-    """The squared error of the logits of ``(H, n, D)`` queries and keys with one scale per head, relative."""
-    groups = query.shape[0] // key.shape[0]
-    repeated = key.repeat_interleave(max(groups, 1), 0)[: query.shape[0]]
-    exact = query @ repeated.mT
-    rounded = [
-        fake_quantized(x, Parameters(scale_from_amax(x.abs().amax((1, 2), keepdim=True)))) for x in (query, repeated)
-    ]
-    wrong = (rounded[0] @ rounded[1].mT - exact).double().square().sum((1, 2))
+def _logit_error(fitted: _Rows, judged: _Rows) -> float:
+    """The squared error of the logits of ``judged`` with one scale per head, relative; softmax ignores their mean.
+
+    Scales come from both, as those of calibration will.
+    """
+    rounded = []
+    for known, rows in zip(fitted, judged, strict=True):
+        largest = torch.maximum(*(each.abs().amax((1, 2), keepdim=True) for each in (known, rows)))
+        rounded.append(fake_quantized(rows, Parameters(scale_from_amax(largest))))
+    exact = _logits(*judged)
+    wrong = (_logits(*rounded) - exact).double().square().sum((1, 2))
     return float((wrong / exact.double().square().sum((1, 2)).clamp(min=1e-30)).mean())
 
 
-def _turn_rows(exported: GraphModule, operand: _Operand, basis: Tensor) -> None:
-    """Let a linear write each head of an operand in the new basis."""
+def _logits(query: Tensor, key: Tensor) -> Tensor:
+    """Logits ``(H, n, n)`` without their mean over keys."""
+    logits = query @ key.repeat_interleave(len(query) // len(key), 0).mT
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def _turn_rows(exported: GraphModule, operand: _Operand, bases: Tensor) -> None:
+    """Let a linear write each head of an operand, a row, times its matrix of ``bases (H, D, D)``."""
     call = linear_call(operand.linear)
     assert call is not None
     for parameter in (call.weight, call.bias):
@@ -166,5 +191,5 @@ def _turn_rows(exported: GraphModule, operand: _Operand, basis: Tensor) -> None:
             turned, channels = value.clone(), operand.channels.to(value.device)
             rows = value[channels]  # (H, D, K), or (H, D) of a bias
             wide = rows if rows.dim() == 3 else rows.unsqueeze(-1)
-            turned[channels] = (basis.double().to(value.device).T @ wide).reshape(rows.shape)
+            turned[channels] = (bases.to(value).mT @ wide).reshape(rows.shape)
             replace_attribute(exported, parameter, operand.linear, turned)
