@@ -77,7 +77,7 @@ def lower_float_linear(lowering: Lowering) -> None:
 
 
 def _parameter(weight: Node) -> Node:
-    """What a weight is read from: itself, or the parameter that it is the transpose of (expand_addmm.py)."""
+    """What a weight is read from: itself, or the parameter that it is the transpose of (expand_products.py)."""
     parameter = weight.args[0] if operation(weight) == "t" else weight
     assert isinstance(parameter, Node)
     return parameter

@@ -23,17 +23,18 @@ from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.lowering import Lowering, Pass
 from qframework.backend.merge_linears import merge_linears
 from qframework.backend.outline_blocks import outline_blocks
+from qframework.backend.report import LayerReport
 from qframework.backend.share_mask_blocks import share_mask_blocks
 from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.attention_patterns import is_assertion
 from qframework.graph.causal_masks import use_causal_flag
-from qframework.graph.expand_addmm import expand_addmm
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
+from qframework.graph.expand_products import expand_products, why_no_linear
 from qframework.graph.inline_grad_scopes import inline_grad_scopes
-from qframework.graph.nodes import layer_name
+from qframework.graph.nodes import layer_name, operation
 
 
 def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
@@ -46,10 +47,19 @@ def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
     return run
 
 
-def expand_weighted_addmm(lowering: Lowering) -> None:
+def expand_weighted_products(lowering: Lowering) -> None:
     """Make products with a parameter linears, where linears are quantized."""
     if lowering.options.linear != "off":
-        expand_addmm(lowering.gm, lambda node: lowering.constants.value(node) is not None)
+        expand_products(lowering.gm, lowering.constants.value)
+
+
+def report_products(lowering: Lowering) -> None:
+    """Report the products with a parameter that are no linears."""
+    for node in lowering.gm.graph.nodes:
+        if (reason := why_no_linear(node, lowering.constants.value)) is not None:
+            operator = f"float {operation(node)}"
+            asked = lowering.options.linear == "int8_dynamic"
+            lowering.reports.append(LayerReport(layer_name(node), False, operator, reason, fallback=asked))
 
 
 def note_layer_order(lowering: Lowering) -> None:
@@ -78,7 +88,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),
-    expand_weighted_addmm,
+    expand_weighted_products,
     note_layer_order,
     on_graph(use_causal_flag),
     lower_static_attention,
@@ -89,6 +99,7 @@ LOWERING: tuple[Pass, ...] = (
     fuse_epilogue,
     lower_linear,
     lower_float_linear,
+    report_products,
     merge_linears,
     on_graph(expand_patch_embedding),  # after the linears: its product stays in float
     lower_quantize,

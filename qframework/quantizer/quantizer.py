@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from qframework.arguments import described
 from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quantizer
 from qframework.errors import UnsupportedError
-from qframework.graph.expand_addmm import expand_exported_addmm
 from qframework.graph.expand_einsum import expand_einsum
+from qframework.graph.expand_products import expand_exported_products
 from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
 from qframework.graph.replace_attention import name_shapes
 from qframework.quantizer.annotate_attention import (
@@ -154,8 +154,8 @@ class QFrameworkQuantizer(Quantizer):
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         """Rewrite every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
-        Layers inside ``torch.no_grad()`` become part of the graph. Products of transformers' ``Conv1D`` become linears,
-        if a rule configures linears.
+        Layers inside ``torch.no_grad()`` become part of the graph. Products with a parameter, such as transformers'
+        ``Conv1D``, become linears, if a rule configures linears.
 
         Raises:
             UnsupportedError: no kernel supports the configuration.
@@ -163,7 +163,7 @@ class QFrameworkQuantizer(Quantizer):
         check_graph(model, "QFrameworkQuantizer: model")
         inline_scopes_of_layers(model)
         if self._names(LinearConfig):
-            expand_exported_addmm(model)
+            expand_exported_products(model)
         if not self._names(AttentionConfig):
             return model
         name_shapes(model)

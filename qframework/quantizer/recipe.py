@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 from qframework.arguments import check_can_be_read_again, is_count, is_number
 from qframework.errors import UnsupportedError
-from qframework.graph.expand_addmm import expand_exported_addmm
+from qframework.graph.expand_products import expand_exported_products
 from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
 from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.arguments import check_exported, check_prepared
@@ -202,7 +202,7 @@ class Recipe(JsonConfig):
         check_exported(exported, "Recipe.before_prepare: exported")
         check_quantizer(quantizer, "Recipe.before_prepare")
         inline_scopes_of_layers(exported)
-        expand_exported_addmm(exported)
+        expand_exported_products(exported)
         done: dict[str, Any] = {}
         if self.rotate:
             strengths = () if self.smooth is None else self.smooth.strengths[::3]  # enough to compare two bases

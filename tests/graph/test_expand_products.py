@@ -1,4 +1,4 @@
-"""Products with the transposed weight of transformers' Conv1D become linears (expand_addmm.py)."""
+"""Products with a parameter become linears, as transformers' Conv1D; what is none is reported (expand_products.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework import numerics
-from qframework.backend import float_linear, qframework_backend
-from qframework.graph.expand_addmm import expand_exported_addmm
+from qframework.backend import explain, float_linear, qframework_backend
+from qframework.graph.expand_products import expand_exported_products
 from qframework.quantizer import QFrameworkQuantizer, Recipe, Smooth, calibrate, static_int8
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def exported(model, x):
 def test_an_exported_graph_computes_the_same_with_linears(case):
     model, x = case
     graph = exported(model, x)
-    assert expand_exported_addmm(graph) == 3
+    assert expand_exported_products(graph) == 3
     assert not any(node.target is aten.addmm.default for node in graph.graph.nodes)
     torch.testing.assert_close(graph(x), model(x))
     assert graph.state_dict()["first.weight"].shape == (24, 16)
@@ -73,7 +73,7 @@ def test_products_that_are_no_linears_stay():
 
     arguments = torch.randn(3, 4), torch.randn(6)
     graph = torch.export.export(Products(), arguments).module()
-    assert expand_exported_addmm(graph) == 0
+    assert expand_exported_products(graph) == 0
 
 
 def test_pt2e_quantizes_them_with_and_without_a_recipe(case):
@@ -110,6 +110,77 @@ def test_the_backend_quantizes_them(case, frozen):
         assert changed is not frozen
         model.first.weight = nn.Parameter(model.first.weight * 3)  # another parameter compiles again
         assert numerics.sqnr_db(model(x), compiled(x)) > 30
+
+
+class Projections(nn.Module):
+    """Products of an input and a parameter in every spelling; ``transform`` is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(16, 24) / 4), nn.Parameter(torch.randn(24, 16) / 4)
+        self.register_buffer("transform", torch.randn(24, 24) / 5)
+
+    def forward(self, x):
+        right = x @ self.weight + torch.matmul(x, self.weight) + x.flatten(0, 1).mm(self.weight).view(3, 5, 24)
+        transposed = x @ self.other.T + x @ self.other.t() + x @ self.other.mT + x @ self.other.transpose(-1, 0)
+        permuted = x @ self.other.permute(1, 0)
+        return (right + transposed) @ self.transform + permuted
+
+
+def test_exported_products_in_every_spelling():
+    torch.manual_seed(0)
+    model, x = Projections().eval(), torch.randn(3, 5, 16)
+    graph = exported(model, x)
+    assert expand_exported_products(graph) == 8
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert names.count("aten.linear.default") == 8
+    assert names.count("aten.matmul.default") == 1
+    assert not [name for name in names if "transpose" in name or "permute" in name or "aten.t." in name]
+    torch.testing.assert_close(graph(x), model(x))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_products_in_every_spelling():
+    torch.manual_seed(0)
+    model, x = Projections().eval(), torch.randn(3, 5, 16)
+    options = {"linear": "int8_dynamic"}
+    with torch.no_grad():
+        assert explain(model, x, options=options).lowered == 8
+        compiled = torch.compile(model, backend=qframework_backend, options=options)
+        assert 30 < numerics.sqnr_db(model(x), compiled(x)) < 60
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_products_that_stay_in_float_are_reported():
+    """Experts with a weight each, an einsum, factors and matrices instead of a bias."""
+
+    class Others(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.heads = nn.Parameter(torch.randn(4, 6, 8)), nn.Parameter(torch.randn(6, 2, 3))
+            self.weight, self.rows = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(3, 5))
+
+        def forward(self, x):
+            return (
+                torch.bmm(x, self.experts),
+                torch.einsum("bnc,chd->bhnd", x, self.heads),
+                torch.addmm(self.rows, x[0], self.weight),
+                torch.addmm(self.rows[0], x[1], self.weight, alpha=2),
+                x @ x.mT,
+                self.rows @ self.weight.mT @ x.mT,
+            )
+
+    model, x = Others().eval(), torch.randn(4, 3, 6)
+    with torch.no_grad():
+        report = explain(model, x, options={"linear": "int8_dynamic"})
+        static = explain(model, x)
+    found = {layer.operator: layer.reason for layer in report.layers if not layer.lowered}
+    assert {"float bmm", "float einsum", "float addmm"} == set(found)
+    assert "got shape (4, 6, 8)" in found["float bmm"]
+    assert "'bnc,chd->bhnd'" in found["float einsum"]
+    assert "alpha and beta of 1" in found["float addmm"]
+    assert [layer.fallback for layer in report.layers if not layer.lowered] == [True] * 4
+    assert [layer.fallback for layer in static.layers if "addmm" in layer.operator] == [False] * 2
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
