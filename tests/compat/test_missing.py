@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # before a name is gone: an import that then fails would leave it half imported
 from names_helpers import needed, resolve
 from torch import nn
 
