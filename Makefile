@@ -35,8 +35,9 @@ OLDEST_TESTS := tests/compat tests/conversion/test_in_place.py tests/integration
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# Its layers are small: threads that spin while they wait take most of the time beside other processes.
 demo: $(DEMO_STAMP)  ## train, quantize, compile and compare a vision transformer on handwritten digits
-	$(BIN)/python examples/digits_demo.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/digits_demo.py
 
 test: SELECTED := not gpu and not full
 test: run-tests  ## all tests that need no GPU, also interpreted Triton kernels and CPUs without VNNI; samples of the longest

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, quantize, compare and print the table; returns the exit code."""
     options = parse_arguments(arguments)
     silence_torchao_at_import()
-    config = digits_vit.TrainingConfig(epochs=1, depth=1) if options.smoke else digits_vit.TrainingConfig()
+    config = digits_vit.TrainingConfig(epochs=1, depth=1) if options.smoke else digits_vit.QUICK
     name = "digits_vit_smoke" if options.smoke else "digits_vit"
     model = digits_vit.load_or_train(options.build / f"{name}.safetensors", config)
     demo = run_demo(model, digits.load_digits(), device=options.device, repeats=1 if options.smoke else 20)

@@ -69,9 +69,11 @@ def quantize_(
     _check(model, config, calibration_data, filter_fn)
     layers = _layers(model, filter_fn or (lambda module, name: True))
     if not layers:
+        done = sum(isinstance(module, QuantizedLinear) for module in model.modules())
+        why = f"{done} are quantized already" if done else "Warnings name the layers that stay in float, and why"
         raise UnsupportedError(
-            f"quantize_: model must hold a linear layer that filter_fn selects and that can be quantized, got none in "
-            f"a {type(model).__name__}. Warnings name the layers that stay in float, and why"
+            "quantize_: model must hold a linear layer that filter_fn selects and that can be quantized, got none in "
+            f"a {type(model).__name__}. {why}"
         )
     scales: dict[str, Tensor | None] = {}
     if not config.activation.dynamic:

@@ -1,7 +1,9 @@
-"""A timm VisionTransformer for the handwritten digits: trains in a minute on two CPU cores, then loads from disk."""
+"""A timm VisionTransformer for the handwritten digits: trains in half a minute on one core, then loads from disk."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ class TrainingConfig:
     """Everything the trained weights depend on; a checkpoint with other values is trained again.
 
     With 192 channels, the quantized model takes about 27 percent of the FP32 bytes, scales and float layers included.
+    ``shifted`` is the share of the training images that are shifted by up to a pixel.
     """
 
     embed_dim: int = 192
@@ -33,6 +36,7 @@ class TrainingConfig:
     warmup: float = 0.07
     weight_decay: float = 0.1
     label_smoothing: float = 0.1
+    shifted: float = 1.0
     seed: int = 0
 
 
@@ -42,6 +46,8 @@ SIZES = {
     "base": TrainingConfig(),
     "deep": TrainingConfig(embed_dim=96, depth=6),
 }
+# As accurate as "base" after a third of its epochs, since half of the images stay where they are.
+QUICK = TrainingConfig(epochs=12, batch_size=16, learning_rate=5e-4, shifted=0.5)
 
 
 def build_model(config: TrainingConfig | None = None) -> nn.Module:
@@ -67,9 +73,12 @@ def build_model(config: TrainingConfig | None = None) -> nn.Module:
 
 
 def train(config: TrainingConfig | None = None, *, show_progress: bool = True) -> nn.Module:
-    """Train the ViT on the CPU from ``config.seed``, in eval mode at the end; leaves the caller's generators alone."""
-    config = config or TrainingConfig()
-    with torch.random.fork_rng(devices=[]):
+    """Train the ViT on the CPU from ``config.seed``, in eval mode at the end; leaves the caller's generators alone.
+
+    ``config`` defaults to QUICK.
+    """
+    config = config or QUICK
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(config.seed)
         model = build_model(config).train()
         _fit(model, config, show_progress)
@@ -86,7 +95,7 @@ def _fit(model: nn.Module, config: TrainingConfig, show_progress: bool) -> None:
     with progress_bar("Training the ViT on digits", total, show_progress) as advance:
         for _ in range(config.epochs):
             for chosen in torch.randperm(len(images)).split(config.batch_size):
-                logits = model(shift_by_a_pixel(images[chosen]))
+                logits = model(shift_by_a_pixel(images[chosen], config.shifted))
                 loss = F.cross_entropy(logits, labels[chosen], label_smoothing=config.label_smoothing)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -95,20 +104,37 @@ def _fit(model: nn.Module, config: TrainingConfig, show_progress: bool) -> None:
                 advance()
 
 
-def shift_by_a_pixel(images: Tensor) -> Tensor:
-    """Each image of ``(B, 1, H, W)`` shifted by -1, 0 or 1 pixel along both axes and filled with background (-1)."""
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The matrices are small: beside other processes, threads that wait for each other take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def shift_by_a_pixel(images: Tensor, share: float = 1.0) -> Tensor:
+    """Images of ``(B, 1, H, W)`` shifted by -1, 0 or 1 pixel along both axes and filled with background (-1).
+
+    ``share``: the probability of an image to be shifted; the others stay as they are.
+    """
     batch, _, height, width = images.shape
     padded = F.pad(images, (1, 1, 1, 1), value=-1.0)
     top, left = torch.randint(0, 3, (2, batch, 1))
+    if share < 1:
+        kept = torch.rand(batch, 1) >= share
+        top, left = top.masked_fill(kept, 1), left.masked_fill(kept, 1)
     rows = (top + torch.arange(height)).unsqueeze(2)
     columns = (left + torch.arange(width)).unsqueeze(1)
     return padded[torch.arange(batch).view(-1, 1, 1), 0, rows, columns].unsqueeze(1)
 
 
 def load_or_train(path: str | Path, config: TrainingConfig | None = None, *, show_progress: bool = True) -> nn.Module:
-    """The trained ViT in eval mode; see ``checkpoint.load_or_train``."""
+    """The trained ViT of ``config``, by default QUICK, in eval mode; see ``checkpoint.load_or_train``."""
     return checkpoint.load_or_train(
-        path, config or TrainingConfig(), build_model, lambda wanted: train(wanted, show_progress=show_progress)
+        path, config or QUICK, build_model, lambda wanted: train(wanted, show_progress=show_progress)
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -370,28 +369,46 @@ def reads_weights(module: nn.Module) -> bool:
 def children_whose_weight_is_read(module: nn.Module) -> set[str]:
     """The children whose weight ``forward`` reads, ``self.qkv.weight``; all where it reads weights in another way.
 
-    Not those that it also calls, where only one of several paths reads the weight's values, as in Bloom. Code that asks
-    for the dtype (T5's) does so on every path.
+    Not those that it also calls, where only one of several paths reads the weight's values, as in Bloom, or another
+    module's weight is read, as in adapters of PEFT. Code that asks for the dtype (T5's) does so on every path.
     """
     read, kept, called = set[str](), set[str](), set[str]()
     for code in _forwards(module):
         steps = list(dis.get_instructions(code))
-        called |= {child.argval for owner, child in itertools.pairwise(steps) if _is_call(owner, child)}
+        called |= _called(steps)
         for owner, child, last, user in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
             if last.argval != "weight" or not last.opname.startswith("LOAD_ATTR"):
                 continue
             if _is_self(child):  # the module's own weight
                 continue
             if not _is_self(owner) or not child.opname.startswith("LOAD_ATTR"):
-                return {name for name, _ in held(module)}
-            (kept if user.argval == "dtype" else read).add(child.argval)
+                read |= {name for name, _ in held(module)}
+            else:
+                (kept if user.argval == "dtype" else read).add(child.argval)
     return kept | (read - called)
 
 
-def _is_call(owner: dis.Instruction, child: dis.Instruction) -> bool:
-    """Whether two instructions begin ``self.child(...)``: the name is loaded as a method's is."""
-    method = child.opname == "LOAD_METHOD" or (child.opname == "LOAD_ATTR" and _METHOD_FLAG and (child.arg or 0) & 1)
-    return _is_self(owner) and bool(method)
+def _called(steps: Sequence[dis.Instruction]) -> set[str]:
+    """The names in ``self.child(...)``."""
+    windows = zip(steps, steps[1:], steps[2:], steps[3:], strict=False)
+    return {child.argval for before, owner, child, after in windows if _is_call(before, owner, child, after)}
+
+
+def _is_call(before: dis.Instruction, owner: dis.Instruction, child: dis.Instruction, after: dis.Instruction) -> bool:
+    """Whether ``owner`` and ``child`` begin ``self.child(...)``: loaded as a method is, or beside a null.
+
+    The null is there with ``*args`` or ``**kwargs``: in front of the owner, since Python 3.13 behind the child.
+    """
+    if not _is_self(owner):
+        return False
+    if child.opname == "LOAD_METHOD":
+        return True
+    if child.opname != "LOAD_ATTR":
+        return False
+    if _METHOD_FLAG and (child.arg or 0) & 1:
+        return True
+    of_child = after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    return after.opname == "PUSH_NULL" or (before.opname == "PUSH_NULL" and not of_child)
 
 
 def _is_self(step: dis.Instruction) -> bool:

@@ -255,6 +255,38 @@ def test_a_child_is_quantized_that_one_path_calls_and_another_reads() -> None:
 
 
 @torch.no_grad()
+def test_the_layer_under_an_adapter_is_quantized() -> None:
+    class Adapter(nn.Module):
+        """As PEFT's LoRA: calls the layer with any arguments, and reads the dtype of a weight that is not its own."""
+
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base
+            self.down = nn.ModuleDict({"default": nn.Linear(16, 4, bias=False)})
+            self.up = nn.ModuleDict({"default": nn.Linear(4, 32, bias=False)})
+
+        def forward(self, x, *args, **kwargs):
+            result = self.base_layer(x, *args, **kwargs)
+            for name in self.down:
+                down, up = self.down[name], self.up[name]
+                result = result + up(down(x.to(down.weight.dtype)))
+            return result
+
+    model, x = MLP().eval(), torch.randn(4, 16)
+    model.fc1 = Adapter(model.fc1)
+    reference = model(x)
+    quantize_(model, dynamic_int8(), filter_fn=lambda module, name: "default" not in name)
+    assert quantized(model) == {"fc1.base_layer", "fc2", "head"}
+    assert numerics.sqnr_db(reference, model(x)) > 30
+
+
+def test_a_model_is_quantized_once() -> None:
+    model = quantize_(MLP(), dynamic_int8())
+    with pytest.raises(UnsupportedError, match=r"got none in a MLP\. 3 are quantized already"):
+        quantize_(model, dynamic_int8())
+
+
+@torch.no_grad()
 def test_the_fast_path_of_an_encoder_layer_is_left() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)

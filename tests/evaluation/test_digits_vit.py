@@ -72,6 +72,25 @@ def test_shift_fills_with_background() -> None:
     assert set(lost.tolist()) == {0, 8, 15}
 
 
+def test_a_share_of_the_images_is_shifted() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(900, 1, 8, 8)
+    for share, expected in ((0.0, 0.0), (0.5, 4 / 9), (1.0, 8 / 9)):  # one shift of nine moves nothing
+        moved = (digits_vit.shift_by_a_pixel(images, share) != images).any(dim=(1, 2, 3)).float().mean().item()
+        assert moved == pytest.approx(expected, abs=0.05)
+
+
+def test_training_restores_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, during = torch.get_num_threads(), []
+    monkeypatch.setattr(digits_vit, "_fit", lambda *_: during.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        digits_vit.train(TINY)
+        assert (during, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "build" / "vit.safetensors"
