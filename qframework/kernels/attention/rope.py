@@ -188,7 +188,10 @@ def _rope_quantize_kernel(
             tl.store(scale_ptr + (b * H + h) * G + g, scale, mask=g < G)
         if MODE != "scale":
             inv_scale = tl.math.div_rn(1.0, row_scale)[:, None]
-            q_ptrs = q_ptr + (b * H + h) * N * D + n.to(tl.int64) * D
+            if INTERLEAVED:  # may store single bytes, whose 64-bit addresses Triton 3.6 spills: offsets in the tile
+                q_ptrs = q_ptr + ((b * H + h) * N + tile * TILE) * D + tl.arange(0, TILE) * D
+            else:
+                q_ptrs = q_ptr + (b * H + h) * N * D + n.to(tl.int64) * D
             first, second = to_integers(first, inv_scale, 127), to_integers(second, inv_scale, 127)
             if QUERIES:
                 every = tl.full((BLOCK_P,), 1, tl.int1)
