@@ -7,13 +7,15 @@ graphs, with the L2 cache flushed before each, interleaved in rounds. Times are 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,15 @@ from qframework.outputs import output_file
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLUSH_BYTES = 128 * 2**20
 KEY_BIAS = 2.0
+# Forms of the kernel with a loading warp, none of them in use: changes to hopper_loads.Form, whether results are equal.
+FORMS: dict[str, tuple[dict[str, Any], bool]] = {
+    "as it is": ({}, True),
+    **{f"second warpgroup {lag} clocks later": ({"lag": lag}, True) for lag in (300, 600, 900, 1200)},
+    "three stages": ({"stages": 3}, True),
+    "three stages, 900 clocks later": ({"stages": 3, "lag": 900}, True),
+    "blocks of 64 keys": ({"block_n": 64}, False),
+    "blocks of 64 keys, 450 clocks later": ({"block_n": 64, "lag": 450}, False),
+}
 MIXES = {
     "geometric": [8192, 4096, 4096, 2048, 2048, 2048, 1024, 1024, 1024, 1024, 512, 512, 512, 512, 512, 512],
     "odd": [7001, 5003, 3999, 3001, 2047, 1777, 1500, 1111, 999, 777, 555, 333, 222, 111],
@@ -147,6 +158,104 @@ def case_dense(shape: list[int], dtype: str, causal: bool, names: list[str], rou
     return {"case": "dense", "shape": shape, "dtype": dtype, "causal": causal, "us": times, "error": errors} | (
         {"problems": problems} if problems else {}
     )
+
+
+@contextlib.contextmanager
+def changed_form(changes: dict[str, Any]) -> Iterator[None]:
+    """Kernels launched inside the block are of a form with these changes."""
+    original = hopper.form_of
+    hopper.form_of = lambda *given, **named: original(*given, **named)._replace(**changes)
+    try:
+        yield
+    finally:
+        hopper.form_of = original
+
+
+def case_forms(shape: list[int], name: str, rounds: int) -> dict[str, Any]:
+    """The kernel alone of a variant that :func:`can_prepare` in the FORMS, and how far their results are apart."""
+    batch, heads, tokens, width = shape
+    q, k, v = dense_operands(batch, heads, heads, tokens, width, torch.float16)
+    variant = resolve(name)
+    prepared = prepare_triton(q, k, v, variant, width**-0.5, True)
+    first = _attend_triton(*prepared, Bias(), variant, q.dtype, False, None)[0]
+    calls: dict[str, Callable[[], Any]] = {}
+    apart, problems = {}, {}
+    for form, (changes, equal) in FORMS.items():
+
+        def call(changes=changes) -> Tensor:
+            with changed_form(changes):
+                return _attend_triton(*prepared, Bias(), variant, q.dtype, False, None)[0]
+
+        try:
+            out = call()
+            apart[form] = relative_l1(out, first.float())
+            if equal and not torch.equal(out, first):
+                problems[form] = "must equal the form in use"
+            elif not apart[form] < 0.02:
+                problems[form] = f"must be within 0.02 of the form in use, got {apart[form]}"
+            else:
+                calls[form] = call
+        except Exception as error:  # noqa: BLE001 - the other forms go on
+            problems[form] = f"{type(error).__name__}: {error}"[:300]
+    times = Runs(calls).times(rounds)
+    return {"case": "forms", "shape": shape, "variant": name, "us": times, "apart": apart, "problems": problems}
+
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+def in_chunks(operands: Operands, heads: int) -> list[Operands]:
+    """Q, K and V ``(B, H, N, D)`` of so many heads at a time, ``(1, heads, N, D)``; the last may be fewer."""
+    q, k, v = (x.reshape(1, -1, *x.shape[2:]).split(heads, 1) for x in operands)
+    return list(zip(q, k, v, strict=True))
+
+
+def case_chunks(shape: list[int], dtype: str, name: str, rounds: int) -> dict[str, Any]:
+    """Whole calls as calls of some heads each, on two streams in turns.
+
+    What a pass writes may stay in the L2 cache, and multiprocessors that one kernel leaves idle at its end take up the
+    pass and the kernel of the next heads.
+    """
+    batch, heads, tokens, width = shape
+    operands = dense_operands(batch, heads, heads, tokens, width, DTYPES[dtype])
+    variant = resolve(name)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def prepared(part: Operands) -> tuple[Any, Any]:
+        return prepare_triton(*part, variant, width**-0.5, True)
+
+    def attended(given: tuple[Any, Any]) -> Tensor:
+        return _attend_triton(*given, Bias(), variant, DTYPES[dtype], False, None)[0]
+
+    def overlapped(parts: list[Operands]) -> list[Tensor]:
+        main, results, kept = torch.cuda.current_stream(), [], []
+        for stream in streams:
+            stream.wait_stream(main)
+        for part, stream in zip(parts, itertools.cycle(streams), strict=False):
+            with torch.cuda.stream(stream):
+                kept.append(prepared(part))  # alive until all is done: the streams share the allocator's memory
+                results.append(attended(kept[-1]))
+        for stream in streams:
+            main.wait_stream(stream)
+        return results
+
+    (all_heads,) = in_chunks(operands, batch * heads)
+    both = prepared(all_heads)
+    whole = attended(both)
+    calls: dict[str, Callable[[], Any]] = {
+        "whole": lambda: attended(prepared(all_heads)),
+        "pass alone": functools.partial(prepared, all_heads),
+        "kernel alone": functools.partial(attended, both),
+    }
+    problems = {}
+    for count in (64, 33, 32, 16, 8):
+        parts, label = in_chunks(operands, count), f"{count} heads at a time"
+        if torch.equal(torch.cat(overlapped(parts), 1), whole):
+            calls[label] = functools.partial(overlapped, parts)
+        else:
+            problems[label] = "must equal all heads at once"
+    times = Runs(calls).times(rounds)
+    return {"case": "chunks", "shape": shape, "dtype": dtype, "variant": name, "us": times, "problems": problems}
 
 
 def case_packed(mix: str, heads: int, width: int, causal: bool, variant: str, rounds: int) -> dict[str, Any]:
@@ -331,25 +440,41 @@ def cases(names: list[str], rounds: int, part: str) -> list[tuple[Callable[..., 
         "repeats": [(case_repeats, given) for given in repeated],
         "choice": [(case_choice, given) for given in calls],
         "check": [(case_check, (*given, name)) for name in fp8 for given in checked],
+        "chunks": [
+            (case_chunks, ([4, 32, 4096, width], dtype, "integer_exp", rounds))
+            for dtype in ("float16", "bfloat16")
+            for width in (64, 128)
+        ],
+        "forms": [
+            (case_forms, ([batch, 32, tokens, width], name, rounds))
+            for batch, tokens, width in ((4, 4096, 64), (4, 4096, 128), (1, 16384, 64))
+            for name in ("sage2_int8", "integer_exp")
+        ],
     }
     return [case for name in (part.split(",") if part else parts) for case in parts[name]]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="where there is no GPU, only list the cases")
     parser.add_argument("--variants", default="integer_exp,sage2_int8,unquantized")
     parser.add_argument("--only", default="", help="parts in their order, separated by commas, e.g. dense,packed")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no case is begun")
     parser.add_argument("--output", type=output_file, default=Path(os.environ.get("OUT", ".")) / "attention-parts.json")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    variants = arguments.variants.split(",")
+    if arguments.smoke and not torch.cuda.is_available():
+        print("\n".join(f"{case.__name__} {given}" for case, given in cases(variants, 1, arguments.only)))
+        return 0
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
     device = torch.cuda.get_device_name()
     about = {"device": device, "torch": torch.__version__, "commit": os.environ.get("QFRAMEWORK_COMMIT", "")}
     about |= {"date": time.strftime("%Y-%m-%d"), "rounds": arguments.rounds}
     with torch.no_grad():
-        for case, given in cases(arguments.variants.split(","), arguments.rounds, arguments.only):
+        for case, given in cases(variants, arguments.rounds, arguments.only):
             if time.monotonic() - began > arguments.limit:
                 rows.append({"case": case.__name__, "given": str(given), "skipped": "out of time"})
                 continue
@@ -363,7 +488,8 @@ def main() -> None:
             print(json.dumps(rows[-1]), f"{time.monotonic() - began:.0f} s", flush=True)
             torch.cuda.empty_cache()
             arguments.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    return int(any("failed" in row or row.get("problems") for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

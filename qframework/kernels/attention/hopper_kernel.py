@@ -56,6 +56,7 @@ if HAS_GLUON:
     from qframework.kernels.attention.hopper_products import (
         added_values,
         finish_values,
+        pause,
         products_of,
         rescaled,
         start_values,
@@ -228,6 +229,9 @@ if HAS_GLUON:
         slot = 0
         phase = 0
         q_phase = 0
+        LAG: gl.constexpr = FORM.lag
+        if WHO == 1 and LAG > 0:
+            pause(LAG)
         for work in range(gl.program_id(0), number_of_items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
             tile, h, b, q_start, N, _k_start, NK = item_of(work, plan_ptr, sizes, FORM)
             first = tile * _BLOCK_M + WHO * _ROWS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -238,6 +238,17 @@ def test_compiles_with_a_bias(width, added, tmp_path) -> None:
     _compiles_without_spilling(width, "bf16", False, "unquantized", False, tmp_path, added, MAX_STACK)
 
 
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize(("variant", "width"), [("sage2_int8", 64), ("integer_exp", 128)])
+@pytest.mark.parametrize("changes", [{"lag": 900}, {"block_n": 64, "lag": 450}, {"stages": 3}], ids=str)
+def test_compiles_in_the_forms_of_a_benchmark(variant, width, changes, tmp_path, monkeypatch) -> None:
+    """benchmarks.attention_parts times them; a warpgroup that begins later waits once, before its first tile."""
+    form_of = hopper.form_of
+    monkeypatch.setattr(hopper, "form_of", lambda *given: form_of(*given)._replace(**changes))
+    compiled = _compiles_without_spilling(width, "fp16", False, variant, False, tmp_path, allowed=MAX_STACK)
+    assert compiled.asm["ptx"].count("%clock") == 2 * ("lag" in changes)
+
+
 def _triton() -> tuple[int, ...]:
     import triton
 
@@ -253,7 +264,7 @@ def _more_by_new_triton(masked: bool, added: Added) -> int:
 
 def _compiles_without_spilling(
     width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0, packed=False, lse=False
-) -> None:
+) -> Any:
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "fp32": torch.float32}
     dtypes |= {"fp8e4nv": torch.float8_e4m3fn}
     rank = 5 if packed else 4
@@ -289,6 +300,7 @@ def _compiles_without_spilling(
     assert not serializes_wgmma(compiled, tmp_path)
     assert compiled.metadata.shared <= 227 * 1024
     assert hopper.shared_bytes(form, added) <= compiled.metadata.shared <= hopper.shared_bytes(form, added) + 1024
+    return compiled
 
 
 @pytest.mark.parametrize(
