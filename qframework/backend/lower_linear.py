@@ -59,7 +59,10 @@ def _reason_for_float(a: Quantized | None, b: Quantized | None, quantized_elsewh
     if a is None and b is None and quantized_elsewhere:
         return "not quantized: a rule, skip= or filter_fn left it in float. Change that to quantize it"
     if a is None and b is None:
-        remedy = "Compile it with options={'linear': 'int8_dynamic'}, or pass it to qframework.quantize or quantize_"
+        remedy = (
+            "Compile it with options={'linear': 'int8_dynamic'}, or pass it to quantize_, or to qframework.quantize "
+            "with a skip= that does not name the layer"
+        )
         return f"not quantized: the model is a float model. {remedy}"
     if a is None:
         return (

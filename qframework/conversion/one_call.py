@@ -13,7 +13,9 @@ from torch.export import Dim
 from qframework.arguments import as_call, check_module, described
 from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
+from qframework.compat.operators import OpOverload
 from qframework.conversion.exported import quantize_exported
+from qframework.conversion.in_place import fallbacks
 from qframework.conversion.quantized_model import QuantizedModel
 from qframework.errors import CalibrationError, UnsupportedError, export_error
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
@@ -76,10 +78,17 @@ def quantize(
     args, kwargs = as_call(example_inputs)
     shapes = _shapes(args, kwargs, dynamic_shapes)
     exported = _exported(model, args, kwargs, shapes)
-    _leave_in_float(quantizer, exported, tuple(skip), config)
+    skip = tuple(skip)
+    _leave_in_float(quantizer, exported, skip, config)
     converted = quantize_exported(
         exported, quantizer, calibration_data, recipe=chosen, batches=batches, show_progress=progress
     )
+    if not _is_quantized(converted):
+        fallbacks.note(
+            "nothing in the model is quantized",
+            f"quantize: no layer of the {type(model).__name__} is quantized, so the result computes in float: it has "
+            f"none that the configuration quantizes, or skip={skip!r} leaves them out",
+        )
     described_by = {"quantizer": quantizer.to_dict(), "recipe": chosen and chosen.to_dict()}
     return QuantizedModel(converted, (args, kwargs), shapes, described_by)
 
@@ -117,6 +126,13 @@ def _leave_in_float(
         return
     for name in skip:
         quantizer.set_module_name(name, None)
+
+
+def _is_quantized(converted: fx.GraphModule) -> bool:
+    return any(
+        isinstance(node.target, OpOverload) and node.target.namespace in ("quantized_decomposed", "qframework")
+        for node in converted.graph.nodes
+    )
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Any:

@@ -107,6 +107,19 @@ def test_skip() -> None:
         quantize(MLP().eval(), x, dynamic_int8(), skip=("heads",))
 
 
+def test_a_model_in_which_nothing_is_quantized_is_logged(caplog) -> None:
+    """Its only linear layer is the head, as in PoolFormer."""
+    model, x = nn.Sequential(), torch.randn(4, 16)
+    model.add_module("head", nn.Linear(16, 4))
+    before = qframework.conversion.fallbacks["nothing in the model is quantized"]
+    report = quantize(model.eval(), x, dynamic_int8()).explain()
+    assert "no layer of the Sequential is quantized" in caplog.text
+    assert "skip=('head',) leaves them out" in caplog.text
+    assert "qframework.quantize with a skip= that does not name the layer" in str(report.layers[0].reason)
+    quantize(model, x, dynamic_int8(), skip=())
+    assert qframework.conversion.fallbacks["nothing in the model is quantized"] == before + 1
+
+
 def test_a_quantizer_keeps_its_rules() -> None:
     x = torch.randn(4, 16)
     quantizer = QFrameworkQuantizer().set_global(dynamic_int8())
