@@ -15,6 +15,7 @@ from torch.export import Dim
 from qframework.backend.release import release_prepared_models
 from qframework.conversion.recipe_check import RECIPE_NOTE, compare
 from qframework.errors import CalibrationError
+from qframework.graph.state import changing_state, put_back
 from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate
 from qframework.quantizer.output_error import first_examples, floats, held_out
 
@@ -86,12 +87,14 @@ def _quantized(
     """``quantize_exported``; ``rewritten`` gets the float graph before it is prepared."""
     weights = sum(tensor.nbytes for tensor in exported.state_dict().values())
     data = None if calibration is None else _FirstBatches(calibration, batches)
+    state = changing_state(exported)
     if recipe is None:
         found = _once(exported, quantizer, data, None, show_progress, rewritten)
     else:
         _check_can_be_read_again(data)
         assert data is not None
         found = _with_recipe(exported, quantizer, data, recipe, show_progress, rewritten)
+    put_back(found, state)
     release_prepared_models(of_bytes=weights)
     return found
 
@@ -114,7 +117,8 @@ def _once(
         calibrate(prepared, data, progress=show_progress)
     if recipe is not None:
         recipe.after_calibrate(prepared, data)  # type: ignore[arg-type]
-    return convert_pt2e(prepared)
+    with torch.no_grad():  # it runs what depends on parameters alone, such as writes to them
+        return convert_pt2e(prepared)
 
 
 def _with_recipe(

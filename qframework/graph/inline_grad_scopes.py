@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.nodes import operation
+from qframework.graph.writes import writes_in_place
 
 
 def inline_grad_scopes(gm: GraphModule, wanted: Callable[[Node], bool] = lambda node: True) -> int:
@@ -33,9 +34,12 @@ def inline_grad_scopes(gm: GraphModule, wanted: Callable[[Node], bool] = lambda 
 
 
 def inline_scopes_of_layers(gm: GraphModule) -> None:
-    """Inline the bodies of an exported graph that hold layers to quantize; others keep their gradient mode's scope."""
+    """Inline the bodies of an exported graph that hold layers to quantize; others keep their gradient mode's scope.
+
+    Those that write in place are inlined too: PT2E drops a scope whose results nobody reads.
+    """
     layers = ("linear", "addmm", "scaled_dot_product_attention", "softmax")
-    if inline_grad_scopes(gm, lambda node: operation(node) in layers):
+    if inline_grad_scopes(gm, lambda node: operation(node) in layers or writes_in_place(node)):
         gm.recompile()
 
 

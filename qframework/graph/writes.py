@@ -29,6 +29,14 @@ _places_of_kinds: dict[Any, frozenset[int]] = {}  # of inputs that a call writes
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
 
 
+def written_attributes(gm: GraphModule) -> list[Node]:
+    """The parameters and buffers of an exported graph that its operators write, as far as memory is recorded."""
+    operators = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
+    written = {x for node in operators for x in written_inputs(node)}
+    memory = {storage for x in written for storage in _memory(x) or ()}
+    return [node for node in gm.graph.find_nodes(op="get_attr") if node in written or memory & (_memory(node) or set())]
+
+
 def writes_in_place(node: Node) -> bool:
     """Whether the node may change one of its inputs."""
     return bool(written_inputs(node))

@@ -17,6 +17,7 @@ from qframework.compat import pytree
 from qframework.compat.graphs import input_structure
 from qframework.devices import checked_device
 from qframework.errors import CalibrationError
+from qframework.graph.state import kept_state
 from qframework.quantizer.arguments import check_prepared
 from qframework.quantizer.static_observer import CONSTANT_DATA, StaticObserver
 
@@ -35,6 +36,8 @@ def calibrate(
     forward: Forward | None = None,
 ) -> int:
     """Run ``data`` through ``prepared`` (from ``prepare_pt2e``) without gradients, and discard the outputs.
+
+    Buffers that the model itself changes, such as counters and caches, get their values back.
 
     Args:
         prepared: the model with its observers.
@@ -72,7 +75,7 @@ def calibrate(
     observers: list[StaticObserver] = [module for module in prepared.modules() if isinstance(module, StaticObserver)]
     _check_has_values(target, observers)
     seen = 0
-    with torch.no_grad(), progress_bar(data, batches, progress) as advance:
+    with torch.no_grad(), kept_state(prepared), progress_bar(data, batches, progress) as advance:
         for batch in islice(iter(data), batches):
             run(prepared, move(batch, target), seen)
             check_finite_activations(observers, seen)

@@ -16,6 +16,7 @@ from qframework.errors import UnsupportedError
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_products import expand_exported_products
 from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
+from qframework.graph.read_after_writes import read_after_writes
 from qframework.graph.replace_attention import name_shapes
 from qframework.quantizer.annotate_attention import (
     AttentionAnnotation,
@@ -155,7 +156,7 @@ class QFrameworkQuantizer(Quantizer):
         """Rewrite every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
         Layers inside ``torch.no_grad()`` become part of the graph. Products with a parameter, such as transformers'
-        ``Conv1D``, become linears, if a rule configures linears.
+        ``Conv1D``, become linears, if a rule configures linears. Layers read inputs behind all writes in place.
 
         Raises:
             UnsupportedError: no kernel supports the configuration.
@@ -164,16 +165,9 @@ class QFrameworkQuantizer(Quantizer):
         inline_scopes_of_layers(model)
         if self._names(LinearConfig):
             expand_exported_products(model)
-        if not self._names(AttentionConfig):
-            return model
-        name_shapes(model)
-        expand_einsum(model)
-        for node in list(model.graph.nodes):
-            if is_attention(node) or is_softmax(node):
-                config = self._attention_config(node)
-                if config is not None:
-                    transform_attention(model, node, layer_name(node), config)
-        model.recompile()
+        if self._names(AttentionConfig):
+            self._transform_attentions(model)
+        read_after_writes(model)
         return model
 
     def annotate(self, model: GraphModule) -> GraphModule:
@@ -227,6 +221,16 @@ class QFrameworkQuantizer(Quantizer):
         config = self.config_for(node)
         assert config is None or isinstance(config, AttentionConfig)
         return config
+
+    def _transform_attentions(self, model: GraphModule) -> None:
+        name_shapes(model)
+        expand_einsum(model)
+        for node in list(model.graph.nodes):
+            if is_attention(node) or is_softmax(node):
+                config = self._attention_config(node)
+                if config is not None:
+                    transform_attention(model, node, layer_name(node), config)
+        model.recompile()
 
     def _annotate_linears(self, model: GraphModule, shared: SharedObservers) -> None:
         linears = [node for node in model.graph.nodes if is_linear(node)]
