@@ -104,3 +104,9 @@ def test_blocks_are_found() -> None:
     assert len(blocks(readme, "python")) >= 4
     assert {"make demo", "make test"} <= set(commands("make"))
     assert commands("qframework")
+
+
+def test_the_start_page_links_every_page() -> None:
+    pages = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("nav:")[2])) - {"index.md"}
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked >= pages > {"quickstart.md", "api/errors.md"}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qframework import numerics
 from qframework.compat.modules import buffers_and_parameters
@@ -75,6 +75,8 @@ class QuantizedLinear(nn.Module):
         """``x (..., in_features)`` float to ``(..., out_features)`` of its dtype, or of that of autocast."""
         # Other compilers and torch.export trace subclasses of Tensor, or under a mode.
         if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or not x.is_cuda:
+            if isinstance(x, fx.Proxy):  # torch.fx.symbolic_trace: one module, as a layer of torch.nn
+                return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
             return self._linear(_DISPATCHED, x, self.weight_int8, self.weight_scale, self.input_scale, self.bias)
         return self._eager(x)
 

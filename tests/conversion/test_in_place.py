@@ -280,6 +280,16 @@ def test_the_layer_under_an_adapter_is_quantized() -> None:
     assert numerics.sqnr_db(reference, model(x)) > 30
 
 
+def test_symbolic_traces_call_quantized_layers() -> None:
+    """As torchvision's and timm's feature extraction trace a model."""
+    model, x = quantize_(nn.Sequential(MLP()), dynamic_int8()), torch.randn(4, 16)
+    traced = torch.fx.symbolic_trace(model)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert called == ["0.fc1", "0.fc2", "0.head"]
+    with torch.no_grad():
+        assert torch.equal(traced(x), model(x))
+
+
 def test_a_model_is_quantized_once() -> None:
     model = quantize_(MLP(), dynamic_int8())
     with pytest.raises(UnsupportedError, match=r"got none in a MLP\. 3 are quantized already"):
