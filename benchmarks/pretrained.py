@@ -274,6 +274,10 @@ def check_smoke(rows: Rows) -> None:
             )
 
 
+def _chosen(configurations: Mapping[str, Configuration], only: Sequence[str] | None) -> dict[str, Configuration]:
+    return {name: each for name, each in configurations.items() if only is None or name in only}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on the CPU; returns the exit status."""
     parser = argument_parser("pretrained", __doc__, "document")
@@ -282,6 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--crops", type=int, default=256, help="evaluated crops (default: 256)")
     parser.add_argument("--texts", type=int, default=512, help="evaluated docstrings (default: 512)")
     parser.add_argument("--calibration", type=int, default=32, help="calibration crops or docstrings (default: 32)")
+    names = (*CONFIGURATIONS, *STEPS)
+    parser.add_argument("--only", choices=names, action="append", help="measure this configuration; may be repeated")
     parser.add_argument("--threads", type=int, default=1, help="float sums depend on it (default: 1)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
@@ -302,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 (STEPS, range(1)),
                 (CONFIGURATIONS, range(1, arguments.seeds)),
             ):
-                measure(subject, configurations, seeds, rows)
+                measure(subject, _chosen(configurations, arguments.only), seeds, rows)
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ from torch import Tensor
 
 _STEPS, _RATE = 150, 0.02  # of Adam, with steps of about the rate in each element of a matrix near the identity
 _FIRST_ORDER, _LAST_ORDER = 12.0, 48.0  # of the norms in place of maxima
-_ROWS = 512  # the longest of each head, for the maxima
+_ROWS = 1024  # the longest of each head, for the maxima
 _SMALLEST = 1e-4  # of the moments: shares of the largest below this count as this
 _SEED = 0
 
