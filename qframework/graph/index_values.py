@@ -46,7 +46,7 @@ def index_values(gm: GraphModule) -> Values:
     for node in gm.graph.nodes:
         fake = fake_value(node)
         rule = _RULES.get(operation(node) or "")
-        if fake is None or rule is None:
+        if fake is None or fake.is_complex() or rule is None:
             continue
         formula = rule(node, values)
         formula = None if formula is None else _stored(formula, fake)

@@ -128,6 +128,12 @@ def test_a_window_has_two_lines() -> None:
     assert found.lines == {Line((0, 0, 1, -1), 0), Line((0, 0, -1, 1), 2)}
 
 
+def test_complex_numbers_have_none() -> None:
+    """Lumina's rotary positions begin with complex zeros."""
+    _, values = formulas(lambda x: torch.zeros(3, dtype=torch.complex64) + x, torch.randn(3))
+    assert not values
+
+
 def test_fills_are_rounded_to_their_dtype() -> None:
     found = check(lambda: float_mask(N))
     assert found == Piecewise(frozenset({Line((0, 0, -1, 1), -1)}), -65504.0, 0.0)
