@@ -203,6 +203,24 @@ def test_a_compiler_that_links_a_standard_library_of_its_own(
         load_package(tmp_path / "own.pt2")
 
 
+def package(path: Path, library: bytes) -> Path:
+    """A package with ``library`` as its compiled model."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{path.stem}/model.so", library)
+    return path
+
+
+def check_loading(path: Path, message: str | None, called: list[str]) -> None:
+    """PyTorch's loader is called, or with a ``message`` an error is raised before that."""
+    if message is None:
+        load_package(path)
+        assert called == ["load"]
+        return
+    with pytest.raises(FileFormatError, match=message):
+        load_package(path)
+    assert not called
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -216,25 +234,15 @@ def test_a_compiler_that_links_a_standard_library_of_its_own(
 def test_packages_of_other_machines(opened, tmp_path: Path, monkeypatch, other, message) -> None:
     metadata, called = opened
     metadata.update({"AOTI_DEVICE_KEY": "cpu", **other})
-    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
-        archive.writestr("other/model.so", b"\0libstdc++.so.6\0")
+    path = package(tmp_path / "other.pt2", b"\0libstdc++.so.6\0")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    if message is None:
-        load_package(tmp_path / "other.pt2")
-        assert called == ["load"]
-        return
-    with pytest.raises(FileFormatError, match=message):
-        load_package(tmp_path / "other.pt2")
-    assert not called
+    check_loading(path, message, called)
 
 
 def test_a_library_with_a_standard_library_of_its_own(opened, tmp_path: Path) -> None:
     _metadata, called = opened
-    with zipfile.ZipFile(tmp_path / "own.pt2", "w") as archive:
-        archive.writestr("own/model.so", b"\0libc.so.6\0")
-    with pytest.raises(FileFormatError, match=r"own\.pt2 .*holds a copy of the C\+\+ standard library"):
-        load_package(tmp_path / "own.pt2")
-    assert not called
+    path = package(tmp_path / "own.pt2", b"\0libc.so.6\0")
+    check_loading(path, r"own\.pt2 .*holds a copy of the C\+\+ standard library", called)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +256,7 @@ def test_a_library_with_a_standard_library_of_its_own(opened, tmp_path: Path) ->
 def test_packages_of_other_gpus(opened, tmp_path: Path, monkeypatch, capability: str, message: str | None) -> None:
     metadata, called = opened
     metadata.update({"AOTI_DEVICE_KEY": "cuda", "AOTI_COMPUTE_CAPABILITY": capability})
-    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
-        archive.writestr("other/model.so", b"\0libstdc++.so.6\0")
+    path = package(tmp_path / "other.pt2", b"\0libstdc++.so.6\0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    if message is None:
-        load_package(tmp_path / "other.pt2")
-        assert called == ["load"]
-        return
-    with pytest.raises(FileFormatError, match=message):
-        load_package(tmp_path / "other.pt2")
-    assert not called
+    check_loading(path, message, called)
