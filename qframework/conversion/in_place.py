@@ -18,6 +18,7 @@ from qframework.conversion.input_scales import input_scales
 from qframework.conversion.linear_module import QuantizedLinear, quantized_weight
 from qframework.errors import CalibrationError, UnsupportedError
 from qframework.fallbacks import Fallbacks
+from qframework.listeners import tell_quantized
 from qframework.numerics import MAX_INT8_PRODUCTS
 from qframework.quantizer import LinearConfig
 from qframework.training.roles import children_whose_weight_is_read, held, linear_role, obstacle, own_forward
@@ -43,7 +44,8 @@ def quantize_(
     The model runs in INT8 in eager mode and with every backend of torch.compile; ``backend="qframework"`` also fuses
     activations, residual sums and requantization into the layers. Its state dict holds INT8 weights and their scales; a
     model on "meta" that is quantized this way takes them with ``load_state_dict(..., assign=True)``, and also float
-    weights, which it quantizes.
+    weights, which it quantizes. ``save_pretrained`` of models of transformers and diffusers also writes how they were
+    quantized, and ``from_pretrained`` reads it.
 
     These linears stay in float, with a warning: those whose weight the module around them reads instead of calling them
     (as ``nn.MultiheadAttention`` does), or that is shared with a module that stays in float (an embedding), those with
@@ -66,6 +68,21 @@ def quantize_(
         CalibrationError: static scales without calibration data, data that does not fit the model, or values that are
             not finite; the message names the layer.
     """
+    quantize_layers(model, config, calibration_data, filter_fn, batches=batches, progress=progress)
+    tell_quantized(model, config)
+    return model
+
+
+def quantize_layers(
+    model: nn.Module,
+    config: LinearConfig,
+    calibration_data: Iterable[object] | None = None,
+    filter_fn: Filter | None = None,
+    *,
+    batches: int | None = None,
+    progress: bool = False,
+) -> None:
+    """``quantize_``, without telling the library of the model about it."""
     _check(model, config, calibration_data, filter_fn)
     layers = _layers(model, filter_fn or (lambda module, name: True))
     if not layers:
@@ -87,7 +104,6 @@ def quantize_(
         if config.activation.dynamic or scales[layer.name] is not None:
             weight = _weight(layer, config, shared if uses[id(layer.weight)] > 1 else {})
             layer.replace(_quantized(layer, weight, config, scales.get(layer.name)))
-    return model
 
 
 def _check(model: nn.Module, config: LinearConfig, calibration_data: object, filter_fn: object) -> None:

@@ -29,15 +29,18 @@ from qframework.integrations.loading import (
     check_dynamic,
     check_names,
     check_quantized,
+    description,
     float_linears,
     is_inside,
     quantize_empty,
     quantized_layers,
 )
+from qframework.listeners import when_quantized
 from qframework.numerics import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from qframework.conversion import QuantizedLinear
+    from qframework.quantizer import LinearConfig
 
 
 # Loading --------------------------------------------------------------------------------------------------------------
@@ -193,7 +196,10 @@ def _left_out(model: Any, config: QFrameworkConfig) -> set[str]:
 
 
 def as_pretrained(model: Any, quantization_config: QFrameworkConfig) -> Any:
-    """Make ``save_pretrained`` of a model that ``quantize_`` has quantized write what ``from_pretrained`` reads.
+    """Check a model that ``quantize_`` has quantized against a configuration, and mark it as quantized.
+
+    ``save_pretrained`` writes the configuration without this, too. diffusers treats a marked model as one that
+    ``from_pretrained`` has quantized.
 
     Args:
         model: a model of diffusers after ``quantize_(model, quantization_config.linear, ...)``.
@@ -213,7 +219,20 @@ def as_pretrained(model: Any, quantization_config: QFrameworkConfig) -> Any:
     return model
 
 
+def describe(model: Any, linear: LinearConfig) -> None:
+    """Give a model that ``quantize_`` has changed the configuration that ``save_pretrained`` writes."""
+    if not hasattr(model, "save_pretrained"):
+        return
+    from diffusers import ModelMixin  # takes seconds, but not if there is such a model
+
+    if isinstance(model, ModelMixin):
+        config = description(model, linear, model.config.get("quantization_config"))
+        if config is not None:
+            model.register_to_config(quantization_config=config)
+
+
 # Registration ---------------------------------------------------------------------------------------------------------
 
 
+when_quantized("diffusers", describe)
 register_method(METHOD, QFrameworkConfig, QFrameworkDiffusersQuantizer)

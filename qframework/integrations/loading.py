@@ -14,6 +14,7 @@ from qframework.integrations.configuration import QFrameworkConfig
 if TYPE_CHECKING:
     from qframework.conversion import QuantizedLinear
     from qframework.conversion.in_place import Filter
+    from qframework.quantizer import LinearConfig
 
 
 class FloatWeights:
@@ -59,9 +60,9 @@ class FloatWeights:
 
 def quantize_empty(model: nn.Module, config: QFrameworkConfig, selected: Filter) -> None:
     """Replace layers on "meta" by quantized ones, whose values come from a quantized checkpoint."""
-    from qframework.conversion import quantize_
+    from qframework.conversion.in_place import quantize_layers
 
-    quantize_(model.eval(), config.linear, filter_fn=selected)
+    quantize_layers(model.eval(), config.linear, filter_fn=selected)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
@@ -83,6 +84,34 @@ def is_inside(name: str, modules: Iterable[str]) -> bool:
     return any(f".{module}." in f".{name}." for module in modules)
 
 
+def description(model: nn.Module, linear: LinearConfig, known: object) -> QFrameworkConfig | None:
+    """What ``from_pretrained`` needs to know of a model that ``quantize_`` has changed; None if nothing describes it.
+
+    Args:
+        model: with quantized layers.
+        linear: the configuration that ``quantize_`` got.
+        known: the model's configuration before, None for a float model.
+    """
+    from qframework.conversion.in_place import fallbacks
+
+    config = QFrameworkConfig(linear, float_linears(model))
+    reason = None
+    if known is not None and not (isinstance(known, QFrameworkConfig) and known.linear == linear):
+        reason = "it was quantized in another way before"
+    try:
+        check_quantized(model, config)
+    except UnsupportedError as error:
+        reason = reason or str(error)
+    if reason is None:
+        return config
+    fallbacks.note(
+        f"save_pretrained does not describe it: {reason}",
+        f"from_pretrained will not read what save_pretrained writes of {type(model).__name__}: {reason}. Save its "
+        "state dict, and load it into a model that quantize_ has quantized in the same way",
+    )
+    return None
+
+
 # Checks of arguments --------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +121,7 @@ def check_dynamic(config: QFrameworkConfig) -> None:
         raise UnsupportedError(
             "from_pretrained: quantization_config must have a dynamic activation, such as dynamic_int8(), got a "
             "static one. Static scales are calibrated: load the float model, call quantize_(model, static_int8(), "
-            "data) and as_pretrained(model, QFrameworkConfig(static_int8())), and save it"
+            "data), and save it"
         )
 
 

@@ -36,14 +36,17 @@ from qframework.integrations.loading import (
     check_dynamic,
     check_names,
     check_quantized,
+    description,
     float_linears,
     is_inside,
     quantize_empty,
     quantized_layers,
 )
+from qframework.listeners import when_quantized
 
 if TYPE_CHECKING:
     from qframework.conversion import QuantizedLinear
+    from qframework.quantizer import LinearConfig
 
 
 # Loading --------------------------------------------------------------------------------------------------------------
@@ -210,7 +213,10 @@ def _quantized_in(files: Any) -> list[str]:
 
 
 def as_pretrained(model: Any, quantization_config: QFrameworkConfig) -> Any:
-    """Make ``save_pretrained`` of a model that ``quantize_`` has quantized write what ``from_pretrained`` reads.
+    """Check a model that ``quantize_`` has quantized against a configuration, and mark it as quantized.
+
+    ``save_pretrained`` writes the configuration without this, too. transformers treats a marked model as one that
+    ``from_pretrained`` has quantized: it refuses to train it, for example.
 
     Args:
         model: a model of transformers after ``quantize_(model, quantization_config.linear, ...)``.
@@ -226,12 +232,34 @@ def as_pretrained(model: Any, quantization_config: QFrameworkConfig) -> Any:
     quantizer = QFrameworkHfQuantizer(quantization_config, pre_quantized=True)
     quantizer.quantization_config.modules_to_not_convert = float_linears(model)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
-    model.config.quantization_config = quantizer.quantization_config
+    _set_configuration(model, quantizer.quantization_config)
     return model
+
+
+def describe(model: Any, linear: LinearConfig) -> None:
+    """Give a model that ``quantize_`` has changed the configuration that ``save_pretrained`` writes."""
+    if not hasattr(model, "save_pretrained"):
+        return
+    from transformers import PreTrainedModel  # takes seconds, but not if there is such a model
+
+    if isinstance(model, PreTrainedModel):
+        config = description(model, linear, getattr(model.config, "quantization_config", None))
+        if config is not None:
+            _set_configuration(model, config)
+
+
+def _set_configuration(model: Any, quantization_config: QFrameworkConfig) -> None:
+    """In a copy of the model's configuration, which other models may share."""
+    before, after = model.config, copy.copy(model.config)
+    after.quantization_config = quantization_config
+    for module in model.modules():
+        if module.__dict__.get("config") is before:
+            module.config = after
 
 
 # Registration ---------------------------------------------------------------------------------------------------------
 
 register_attention()
+when_quantized("transformers", describe)
 register_quantization_config(METHOD)(QFrameworkConfig)
 register_quantizer(METHOD)(QFrameworkHfQuantizer)

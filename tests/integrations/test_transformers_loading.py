@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from qframework import QFrameworkConfig, quantize_
-from qframework.conversion import QuantizedLinear
+from qframework.conversion import QuantizedLinear, fallbacks
 from qframework.errors import FileFormatError, UnsupportedError
 from qframework.integrations.transformers import QFrameworkHfQuantizer, as_pretrained
 from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
@@ -388,14 +388,41 @@ def test_a_pipeline(tmp_path: Path) -> None:
 # Static scales --------------------------------------------------------------------------------------------------------
 
 
-def test_static_scales_are_saved_and_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("marked", [False, True])
+def test_static_scales_are_saved_and_loaded(tmp_path: Path, marked: bool) -> None:
     model, batch = bert().eval(), tokens()
     quantize_(model, static_int8(), [batch])
-    as_pretrained(model, QFrameworkConfig(static_int8()))
+    if marked:
+        as_pretrained(model, QFrameworkConfig(static_int8()))
     loaded = BertForSequenceClassification.from_pretrained(saved(model, tmp_path))
     assert layers(loaded) == layers(model)
     assert loaded.bert.pooler.dense.input_scale is not None
     torch.testing.assert_close(outputs(loaded, batch), outputs(model, batch), rtol=0, atol=0)
+
+
+def test_a_model_quantized_in_place_is_saved_and_loaded(tmp_path: Path) -> None:
+    """In two steps of one configuration, beside a float model with the same configuration object."""
+    model, batch = bert().eval(), tokens()
+    other = BertForSequenceClassification(model.config)
+    quantize_(model, dynamic_int8(), filter_fn=lambda module, name: "layer.0" in name)
+    quantize_(model, dynamic_int8(), filter_fn=lambda module, name: "classifier" not in name)
+    assert model.config is model.bert.config is not other.config
+    assert getattr(other.config, "quantization_config", None) is None
+    loaded = BertForSequenceClassification.from_pretrained(saved(model, tmp_path / "int8"))
+    assert layers(loaded) == layers(model)
+    assert isinstance(loaded.classifier, torch.nn.Linear)
+    torch.testing.assert_close(outputs(loaded, batch), outputs(model, batch), rtol=0, atol=0)
+    again = BertForSequenceClassification.from_pretrained(saved(other, tmp_path / "float"))
+    torch.testing.assert_close(outputs(again.eval(), batch), outputs(other.eval(), batch))
+
+
+def test_two_configurations_in_one_model_are_not_described(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = bert().eval(), tokens()
+    quantize_(model, dynamic_int8(), filter_fn=lambda module, name: "layer.0" in name)
+    before = sum(fallbacks.values())
+    quantize_(model, static_int8(), [batch])
+    assert sum(fallbacks.values()) == before + 1
+    assert "from_pretrained will not read what save_pretrained writes of BertForSequence" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -448,7 +475,7 @@ def test_wrong_fields(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quantization_config": QFrameworkConfig(static_int8())}, "must have a dynamic activation.*as_pretrained"),
+        ({"quantization_config": QFrameworkConfig(static_int8())}, "must have a dynamic activation.*quantize_"),
         (
             {"quantization_config": QFrameworkConfig(modules_to_not_convert=["lm_heat"])},
             "modules_to_not_convert of quantization_config must name modules of LlamaForCausalLM, got 'lm_heat'",
