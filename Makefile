@@ -26,7 +26,8 @@ OLDEST := 'torch==2.11.*' 'torchao==0.17.*' 'triton==3.6.*' 'transformers==5.0.*
 # What differs between versions: private names, captured graphs, exported models, and loading with transformers.
 OLDEST_TESTS := tests/compat tests/conversion/test_in_place.py tests/integrations/test_transformers_loading.py \
 	tests/backend/test_compile.py tests/backend/test_lower_linear.py tests/graph/test_inline_grad_scopes.py \
-	tests/graph/test_causal_masks.py tests/kernels/runtime
+	tests/graph/test_causal_masks.py tests/graph/test_expand_products.py tests/graph/test_read_after_writes.py \
+	tests/kernels/runtime
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

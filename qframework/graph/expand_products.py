@@ -145,8 +145,9 @@ def _untransposed(node: Node) -> Node | None:
         return source if [axis % 2 for axis in order] == [1, 0] else None  # type: ignore[operator, union-attr]
     if name == "transpose":
         return source if sorted(axis % 2 for axis in node.args[1:]) == [0, 1] else None  # type: ignore[operator]
-    named = name in ("t", "numpy_T", "mT") or node.target in (aten.numpy_T, aten.mT)  # Dynamo's have no overload
-    return source if named else None
+    if node.target is getattr:  # of Dynamo with torch 2.11; newer ones record operators without an overload
+        return source if node.args[1] in ("T", "mT") else None
+    return source if name in ("t", "numpy_T", "mT") or node.target in (aten.numpy_T, aten.mT) else None
 
 
 def _replace(node: Node, linear: Node) -> None:
