@@ -1,13 +1,26 @@
-"""Device arguments and options: checks that the device exists and that the kernels run on it."""
+"""Devices: checks that an argument names one that exists and that the kernels run on; the threads of the CPU."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from qframework.errors import UnsupportedError
 from qframework.kernels.runtime import chip
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let operators on the CPU use one thread inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def checked_device(name: torch.device | str, argument: str) -> torch.device:

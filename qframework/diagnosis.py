@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from qframework.compat.cpp_compiler import cpp_compiler
+from qframework.devices import one_thread
 from qframework.errors import QFrameworkError
 from qframework.kernels.linear.cpu import cpu_choice
 from qframework.kernels.linear.local_tiles import read_tiles, this_chip, tile_path
@@ -111,16 +110,6 @@ def _unmeasured(gpu: dict[str, Any]) -> list[str]:
     return notes
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _speed(device: str) -> dict[str, Any]:
     """The time of a linear of ViT-B's size, in INT8 and in the float dtype that people use on the device.
 
@@ -131,7 +120,7 @@ def _speed(device: str) -> dict[str, Any]:
     shapes = ((rows, 768), (3072, 768), (3072,))
     operands = LinearOperands(*(TensorShape(shape, dtype) for shape in shapes))
     times: dict[str, list[float]] = {FLOAT: [], STATIC: []}
-    with _one_thread():
+    with one_thread():
         for _ in range(_ROUNDS):
             for choice, found in times.items():
                 found.append(milliseconds(operands, choice, device, repeats=5, summary=min))

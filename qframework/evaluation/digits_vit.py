@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qframework.devices import one_thread
 from qframework.errors import QFrameworkError
 from qframework.evaluation import checkpoint, digits
 from qframework.evaluation.progress import progress_bar
@@ -78,7 +77,8 @@ def train(config: TrainingConfig | None = None, *, show_progress: bool = True) -
     ``config`` defaults to QUICK.
     """
     config = config or QUICK
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    # The matrices are small: beside other processes, threads that wait for each other take ten times as long.
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(config.seed)
         model = build_model(config).train()
         _fit(model, config, show_progress)
@@ -102,17 +102,6 @@ def _fit(model: nn.Module, config: TrainingConfig, show_progress: bool) -> None:
                 optimizer.step()
                 schedule.step()
                 advance()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The matrices are small: beside other processes, threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def shift_by_a_pixel(images: Tensor, share: float = 1.0) -> Tensor:
