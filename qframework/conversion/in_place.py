@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 
 fallbacks = Fallbacks()
-"""How often ``quantize_`` left a linear layer in float, by reason. Each layer's reason is logged once."""
+"""What ``quantize`` and ``quantize_`` could not do, by reason, such as layers left in float. Each is logged once."""
 
 
 def quantize_(

@@ -94,16 +94,14 @@ def description(model: nn.Module, linear: LinearConfig, known: object) -> QFrame
     """
     from qframework.conversion.in_place import fallbacks
 
-    config = QFrameworkConfig(linear, float_linears(model))
-    reason = None
-    if known is not None and not (isinstance(known, QFrameworkConfig) and known.linear == linear):
-        reason = "it was quantized in another way before"
     try:
+        if known is not None and not (isinstance(known, QFrameworkConfig) and known.linear == linear):
+            raise UnsupportedError("it was quantized in another way before")
+        config = QFrameworkConfig(linear, float_linears(model))
         check_quantized(model, config)
-    except UnsupportedError as error:
-        reason = reason or str(error)
-    if reason is None:
         return config
+    except UnsupportedError as error:
+        reason = str(error)
     fallbacks.note(
         f"save_pretrained does not describe it: {reason}",
         f"from_pretrained will not read what save_pretrained writes of {type(model).__name__}: {reason}. Save its "
