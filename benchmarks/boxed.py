@@ -272,11 +272,15 @@ def add_limits(
     parser.add_argument("--check-limit", type=float, default=check, help=f"seconds to compile and check {unit}")
     parser.add_argument("--time-limit", type=float, default=time, help=f"seconds to time {unit}")
     parser.add_argument("--limit", type=float, default=total, help="seconds for everything")
+    parser.add_argument(
+        "--reserve", type=float, default=Limits.reserve, help="seconds of --limit kept for timing each, not for checks"
+    )
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
     """The limits that the options of ``add_limits`` set, counted from now."""
-    return Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
+    deadline = time.monotonic() + arguments.limit
+    return Limits(arguments.check_limit, arguments.time_limit, deadline, arguments.reserve)
 
 
 def shared_cores(jobs: int) -> dict[str, str]:

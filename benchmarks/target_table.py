@@ -277,7 +277,10 @@ ANY_STATIC = (*STATIC, *(f"qframework_static{form}" for form in BEFORE))
 ANY_DYNAMIC = (*DYNAMIC, *(f"qframework_dynamic{form}" for form in BEFORE))
 FAST_16_BIT = ("fp16_compiled", "fp16_max_autotune")
 TORCHAO_FP8 = ("torchao_fp8_rowwise", "torchao_fp8_tensorwise")
-ALSO = ("fp16", "fp16_compiled_graphs", "torchao_int8_dynamic", *(f"{name}_max_autotune" for name in TORCHAO_FP8))
+ALSO = (
+    "fp16", "fp16_compiled_graphs", "torchao_int8_dynamic",
+    *(f"{name}_{form}" for name in TORCHAO_FP8 for form in ("blocks", "max_autotune")),
+)  # fmt: skip
 
 
 def _model_targets(model: str, must: float, aim: float) -> list[Target]:

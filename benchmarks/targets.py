@@ -76,7 +76,7 @@ def _latency(results: Results, call: Call) -> None:
 
 def _models(results: Results, model: str, cases: Sequence[vit_gpu.Case], call: Call) -> None:
     name = models.SMOKE_MODEL if call.smoke else model
-    vit_gpu.run(results, name, cases, call.device, call.limits, call.jobs)
+    vit_gpu.run(results, [name], cases, call.device, call.limits, call.jobs)
 
 
 def _first_calls(results: Results, call: Call) -> None:

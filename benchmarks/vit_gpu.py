@@ -131,11 +131,11 @@ def check_three(
 # The parent -----------------------------------------------------------------------------------------------------------
 
 
-def run(results: Results, model: str, cases: Sequence[Case], device: str, limits: Limits, jobs: int) -> None:
-    """Measure the speed of ``cases`` of one model and add their records."""
+def run(results: Results, names: Sequence[str], cases: Sequence[Case], device: str, limits: Limits, jobs: int) -> None:
+    """Measure the speed of ``cases`` of models, all of which are compiled together, and add their records."""
     # The providers of a smoke run share a process: it only shows that they run.
     groups = [tuple(cases)] if results.smoke else [(case,) for case in cases]
-    plans = [Plan(model, group, device, results.smoke) for group in groups]
+    plans = [Plan(model, group, device, results.smoke) for model in names for group in groups]
     run_plans(results, Measurement, plans, Plan.identities, limits, jobs, alone=_alone)
 
 
@@ -197,11 +197,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     default = list(FIRST_CALL_PROVIDERS) if arguments.first_call else default_providers()
     cases = [(name, batch) for batch in batches for name in arguments.providers or default]
     results = Results.start("vit_first_call" if arguments.first_call else "vit_gpu", device, arguments)
+    if not arguments.first_call:
+        run(results, names, cases, device, limits, arguments.jobs)
+        return results.exit_code
     for model in names:
-        if arguments.first_call:
-            run_first_calls(results, model, cases, device, limits)
-        else:
-            run(results, model, cases, device, limits, arguments.jobs)
+        run_first_calls(results, model, cases, device, limits)
     return results.exit_code
 
 

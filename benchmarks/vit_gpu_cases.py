@@ -66,6 +66,14 @@ _inductor = functools.partial(torch.compile, dynamic=False)
 _max_autotune = functools.partial(_inductor, mode="max-autotune")
 
 
+def _inductor_blocks(model: Any) -> nn.Module:
+    """Each of ``model.blocks`` by itself, all by one compilation; the rest of the model stays eager."""
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    compiled: nn.Module = model
+    return compiled
+
+
 def _qframework(graphs: bool = False, **options: Any) -> Callable[[nn.Module], Forward]:
     """Compiled by the backend with ``options``, under CUDA graphs if asked."""
     if graphs:
@@ -94,6 +102,8 @@ PROVIDERS: dict[str, Provider] = {
     "torchao_int8_dynamic": _int8(quantize=_quantize_int8, compile=_inductor),
     "torchao_fp8_rowwise": _fp8_rowwise(compile=_inductor),
     "torchao_fp8_tensorwise": _fp8_tensorwise(compile=_inductor),
+    "torchao_fp8_rowwise_blocks": _fp8_rowwise(compile=_inductor_blocks, optional=True),
+    "torchao_fp8_tensorwise_blocks": _fp8_tensorwise(compile=_inductor_blocks, optional=True),
     "torchao_fp8_rowwise_max_autotune": _fp8_rowwise(compile=_max_autotune, alone=True, optional=True),
     "torchao_fp8_tensorwise_max_autotune": _fp8_tensorwise(compile=_max_autotune, alone=True, optional=True),
     "qframework_float": Provider(compile=_qframework(), optional=True),  # attention alone

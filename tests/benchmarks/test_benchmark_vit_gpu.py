@@ -271,3 +271,15 @@ def test_only_smoke_runs_work_without_a_gpu(monkeypatch):
     assert vit_gpu.choose_device(smoke=True) == "cpu"
     with pytest.raises(Exception, match="vit_gpu needs a CUDA device"):
         vit_gpu.choose_device(smoke=False)
+
+
+def test_blocks_are_compiled_once_and_the_rest_not_at_all():
+    model = models.build_model(models.SMOKE_MODEL, smoke=True, depth=3)
+    compiled = vit_gpu_cases._inductor_blocks(model)
+    parts = {name for name, module in compiled.named_modules() if module._compiled_call_impl is not None}
+    assert parts == {"blocks.0", "blocks.1", "blocks.2"}
+    images = models.random_images(model, 2)
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        compiled(images)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
