@@ -173,8 +173,8 @@ def tune(
 
     For each layer and choice, ``tune`` measures the time of the operators on the device of ``images``, and the noise of
     the model's output with this layer alone quantized; search.py describes the search. It then compiles and measures
-    the fastest assignments found, all linears static, and all linears dynamic, and chooses the fastest one within the
-    budget. Equal measurements in a journal give equal results.
+    the fastest assignments found, all linears static, the same with static attention, and all linears dynamic, and
+    chooses the fastest one within the budget. Equal measurements in a journal give equal results.
 
     Args:
         model: in eval mode, on the device of ``images``.
@@ -243,10 +243,15 @@ def _spread(parts: Sequence[Assignment], count: int = 6) -> list[Assignment]:
 
 
 def _uniform(layers: Sequence[Layer]) -> list[Assignment]:
-    """All linears static, and all dynamic: fusion can make them faster than the layers' times suggest."""
+    """All linears static, alone and with attention, and all dynamic: fusion can make them faster than their times."""
+    together = [(STATIC, FLOAT), (DYNAMIC, FLOAT)]
+    if any(layer.kind == "attention" and layer.static for layer in layers):
+        together.append((STATIC, STATIC))
     return [
-        Assignment({layer.key: choice if layer.kind == "linear" else FLOAT for layer in layers})
-        for choice in (STATIC, DYNAMIC)
+        Assignment(
+            {layer.key: linear if layer.kind == "linear" else attention if layer.static else FLOAT for layer in layers}
+        )
+        for linear, attention in together
     ]
 
 

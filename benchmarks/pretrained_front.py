@@ -1,0 +1,295 @@
+"""What ``tune`` finds for DINOv2 ViT-S/14: patch correspondences kept against speed on a GPU, in three steps.
+
+    python -m benchmarks.pretrained_front times --output TIMES.json                    on a GPU, random weights
+    python -m benchmarks.pretrained_front search --times TIMES.json --output FRONT.json      on a CPU, trained weights
+    python -m benchmarks.pretrained_front whole --front FRONT.json --output WHOLE.json  on a GPU, random weights
+
+Speed does not depend on the values of weights, so that the GPU needs no trained ones: ``times`` measures every kind of
+layer in every choice, and ``search`` runs ``tune`` with these times and correspondences as the metric. Speeds of the
+search are estimates: the float model's time with those of its layers replaced. ``whole`` compiles and times the float
+model, the uniform configurations and the front under CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import pretrained_models
+from benchmarks.harness import argument_parser
+from benchmarks.machine import describe_machine
+from benchmarks.pretrained import EVALUATION_SEED
+from benchmarks.pretrained_data import crops
+from benchmarks.pretrained_tasks import correspondences
+from qframework.conversion.exported import export_model, quantize_exported
+from qframework.errors import FileFormatError, QFrameworkError
+from qframework.evaluation.speed import throughput
+from qframework.files import write_json
+from qframework.tuning import tune
+from qframework.tuning.assignment import Assignment
+from qframework.tuning.journal import Journal
+from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC, milliseconds
+from qframework.tuning.layers import Layer, LinearOperands, Operands, find_layers
+
+SCHEMA = 1
+BATCH = 64
+VARIANTS = ("sage_b", "sage_vb", "sage2_int8")
+_EXAMPLES = 8  # that the noise of a layer is measured on
+_BATCH = 8
+_GRAPHS = {"triton.cudagraphs": True}
+
+
+def call_name(operands: Operands) -> str:
+    """What a call's time depends on, for one image: without batch size and dtype."""
+    if isinstance(operands, LinearOperands):
+        *rows, inner = operands.input.shape[1:]
+        tokens = 1
+        for length in rows:
+            tokens *= length
+        return f"linear {tokens} x {operands.weight.shape[0]} x {inner}"
+    return "attention " + " x ".join(map(str, operands.query.shape[1:]))
+
+
+def uniform(layers: Sequence[Layer]) -> dict[str, Assignment]:
+    """The configurations that treat all layers alike."""
+    both = {
+        "static": (STATIC, FLOAT),
+        "static + attention": (STATIC, STATIC),
+        "dynamic": (DYNAMIC, FLOAT),
+        "dynamic + static attention": (DYNAMIC, STATIC),
+    }
+    return {
+        name: Assignment({layer.key: linear if layer.kind == "linear" else attention for layer in layers})
+        for name, (linear, attention) in both.items()
+    }
+
+
+def _choices(operands: Operands) -> tuple[str, ...]:
+    return (FLOAT, STATIC, *((DYNAMIC,) if isinstance(operands, LinearOperands) else VARIANTS))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the model and the data."""
+
+    model: Mapping[str, Any]
+    batch: int = BATCH
+    crops: int = 68
+    calibration: int = 16
+
+    @property
+    def size(self) -> int:
+        """Pixels of a side."""
+        return int(self.model["img_size"])
+
+    def network(self, trained: bool) -> nn.Module:
+        """The model, of trained weights if asked for."""
+        import timm
+
+        if trained:
+            return pretrained_models.dinov2()
+        torch.manual_seed(0)
+        made = timm.create_model(pretrained_models.DINOV2, pretrained=False, **self.model)
+        return pretrained_models.Features(made).eval()
+
+
+FULL = Settings({"img_size": pretrained_models.IMAGE_SIZE})
+SMOKE = Settings({"img_size": 28, "embed_dim": 48, "depth": 2, "num_heads": 2, "init_values": 1.0}, 2, 34, 4)
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def times(settings: Settings, device: str, repeats: int = 20) -> dict[str, Any]:
+    """Milliseconds for a batch of every kind of call in every choice, and images per second of the float model."""
+    model, images = _on(settings, device)
+    calls = {
+        call_name(call): call for layer in find_layers(export_model(model, images), images) for call in layer.calls
+    }
+    found: dict[str, dict[str, float]] = {}
+    for name, call in calls.items():
+        found[name] = {choice: milliseconds(call, choice, device, repeats=repeats) for choice in _choices(call)}
+        print(name, {choice: round(value, 4) for choice, value in found[name].items()}, flush=True)
+    speed = throughput(_compiled(model, None, device), images, repeats=repeats)
+    return {"batch": settings.batch, "milliseconds": found, "float_images_per_second": speed}
+
+
+@torch.no_grad()
+def whole(settings: Settings, device: str, wanted: Mapping[str, Assignment], limit: float) -> dict[str, float]:
+    """Images per second of the float model and of assignments; none is begun after ``limit`` seconds."""
+    begun = time.monotonic()
+    model, images = _on(settings, device)
+    exported = export_model(model, images)
+    found = {}
+    for name, assignment in ({"float": None} | dict(wanted)).items():
+        if time.monotonic() - begun > limit:
+            print(f"{name}: left out after {limit:g} s", flush=True)
+            continue
+        if assignment is None:
+            call = _compiled(model, None, device)
+        else:
+            data = [images[:_BATCH]] if assignment.is_calibrated else None
+            quantized = quantize_exported(copy.deepcopy(exported), assignment.quantizer(), data)
+            call = _compiled(quantized, assignment.options(), device)
+        found[name] = throughput(call, images)
+        print(f"{name}: {found[name]:.0f} images/s", flush=True)
+    return found
+
+
+def _on(settings: Settings, device: str) -> tuple[nn.Module, Tensor]:
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    images = torch.randn(settings.batch, 3, settings.size, settings.size, device=device, dtype=dtype)
+    return settings.network(trained=False).to(device, dtype), images
+
+
+def _compiled(model: nn.Module, options: Mapping[str, Any] | None, device: str) -> Callable[[Tensor], Tensor]:
+    if device != "cuda":
+        return model
+    if options is None:
+        return torch.compile(model, options=_GRAPHS)  # type: ignore[return-value]
+    return torch.compile(model, backend="qframework", options={**options, **_GRAPHS})  # type: ignore[return-value]
+
+
+# On a CPU -------------------------------------------------------------------------------------------------------------
+
+
+class StoredTimer:
+    """The times of a file for ``tune``, per batch of ``images``."""
+
+    def __init__(self, stored: Mapping[str, Any], images: int) -> None:
+        self._stored, self._share = stored, images / stored["batch"]
+
+    def layer(self, operands: Operands, choice: str) -> float:
+        """Milliseconds of one call. Raises FileFormatError for a call that was not timed."""
+        try:
+            return self._stored["milliseconds"][call_name(operands)][choice] * self._share
+        except KeyError as error:
+            raise FileFormatError(f"the times must hold {call_name(operands)!r} as {choice!r}, got none") from error
+
+    def model(self, module: Any) -> float:
+        """Images per second of the float model."""
+        return float(self._stored["float_images_per_second"])
+
+
+def search(settings: Settings, stored: Mapping[str, Any], max_drop: float, journal: Path | None) -> dict[str, Any]:
+    """The trials of ``tune`` and its front; correspondences are those of ``settings.crops`` crops."""
+    model = settings.network(trained=settings is FULL)
+    preprocessed_for: Any = model.model
+    data = crops(settings.crops, EVALUATION_SEED + 1, preprocessed_for, settings.size)
+    calibration = list(crops(settings.calibration, 0, preprocessed_for, settings.size).images.split(_BATCH))
+    batches = data.images.split(_BATCH)
+    images = data.images[:_EXAMPLES]
+    with torch.no_grad():
+        expected = torch.cat([model(batch) for batch in batches])[:, 1:]
+
+    def kept(graph: Callable[[Tensor], Tensor]) -> float:
+        with torch.no_grad():
+            actual = torch.cat([graph(batch) for batch in batches])[:, 1:]
+        return 100 * correspondences(expected, actual, data.photograph)
+
+    found = tune(
+        model,
+        images,
+        kept,
+        calibration,
+        max_drop=max_drop,
+        variants=VARIANTS,
+        compiled=False,
+        timer=StoredTimer(stored, len(images)),  # type: ignore[arg-type]
+        journal=Journal(journal, {"crops": settings.crops, "calibration": settings.calibration}),
+    )
+    named = {each: name for name, each in uniform(find_layers(export_model(model, images), images)).items()}
+    front = set(map(id, found.front()))
+    trials = [
+        {
+            "configuration": named.get(trial.assignment, ""),
+            "correspondences": trial.metric,
+            "estimated_images_per_second": trial.estimated_images_per_second,
+            "front": id(trial) in front,
+            "layers": trial.assignment.count(),
+            "assignment": trial.assignment.to_dict(),
+        }
+        for trial in found.trials
+    ]
+    return {"max_drop": max_drop, "trials": trials}
+
+
+def wanted_whole(document: Mapping[str, Any]) -> dict[str, Assignment]:
+    """The uniform configurations and the front of a file of ``search``, by name."""
+    trials = [trial for trial in document["trials"] if trial["configuration"] or trial["front"]]
+    trials = [trial for trial in trials if set(trial["layers"]) - {"linear float", "attention float"}]
+    trials.sort(key=lambda trial: not trial["configuration"])
+    return {trial_name(trial): Assignment.from_dict(trial["assignment"]) for trial in trials}
+
+
+def trial_name(trial: Mapping[str, Any]) -> str:
+    """The name of a uniform configuration, or how many layers run in what."""
+    layers = ", ".join(f"{count} {name}" for name, count in trial["layers"].items())
+    return str(trial["configuration"]) or f"{layers}: {trial['correspondences']:.2f} %"
+
+
+def read(path: Path, step: str) -> dict[str, Any]:
+    """A file of a step. Raises FileFormatError for another file."""
+    document = json.loads(path.read_text())
+    if (document.get("benchmark"), document.get("step")) != ("pretrained_front", step):
+        raise FileFormatError(f"{path} must be a file of `benchmarks.pretrained_front {step}`, got another")
+    return dict(document)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One step, or with ``--smoke`` all of them on a tiny model; returns the exit status."""
+    parser = argument_parser("pretrained_front", __doc__, "document")
+    parser.add_argument("step", nargs="?", choices=("times", "search", "whole"), default="times")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--times", type=Path, help="of the step times, for search")
+    parser.add_argument("--front", type=Path, help="of the step search, for whole")
+    parser.add_argument("--max-drop", type=float, default=8.0, help="points of correspondences (default: 8)")
+    parser.add_argument("--journal", type=Path, help="for search: resumes what this file holds")
+    parser.add_argument("--limit", type=float, default=60.0, help="for whole: seconds after which no case is begun")
+    parser.add_argument("--threads", type=int, default=1, help="for search: float sums depend on it (default: 1)")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(given.threads)
+    try:
+        if given.smoke:
+            found = _smoke()
+        elif given.step == "times":
+            found = times(FULL, given.device)
+        elif given.step == "search":
+            found = search(FULL, read(given.times, "times"), given.max_drop, given.journal)
+        else:
+            found = {
+                "images_per_second": whole(FULL, given.device, wanted_whole(read(given.front, "search")), given.limit)
+            }
+    except QFrameworkError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if given.output:
+        step = "search" if given.smoke else given.step
+        machine = describe_machine("cpu" if step == "search" else given.device)
+        head = {"schema": SCHEMA, "benchmark": "pretrained_front", "step": step, "smoke": given.smoke}
+        write_json(given.output, {**head, "machine": machine, **found}, indent=1)
+    return 0
+
+
+def _smoke() -> dict[str, Any]:
+    """All steps with a tiny model of random weights on the CPU, where INT8 is pretended to be fast."""
+    stored = times(SMOKE, "cpu", repeats=1)
+    for choices in stored["milliseconds"].values():
+        choices.update({choice: 0.1 + 0.01 * len(choice) for choice in choices}, float=1.0)
+    found = search(SMOKE, stored, 1.0, None)
+    found["images_per_second"] = whole(SMOKE, "cpu", wanted_whole(found), 10.0)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
