@@ -88,7 +88,8 @@ class Measurement:
         plan, provider = self.plan, PROVIDERS[self.plan.provider]
         if provider.quantize is not None:
             return qframework.load(plan.folder / _MODEL)
-        return models.build_model(plan.model, plan.smoke).to(plan.device, provider.dtype)
+        with torch.device(plan.device):  # as Subject.build does: random weights depend on the device
+            return models.build_model(plan.model, plan.smoke).to(provider.dtype)
 
     def _first_call(self, request: str) -> Record:
         from torch._dynamo.utils import compilation_time_metrics

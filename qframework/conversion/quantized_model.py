@@ -87,6 +87,14 @@ class QuantizedModel(GraphModule):
         copied.training, copied._notes = False, self._notes
         return copied
 
+    def __reduce__(self) -> Any:
+        """Raises UnsupportedError: ``torch.save`` of a whole model pickles it, and a graph's operators cannot be."""
+        raise UnsupportedError(
+            "QuantizedModel: cannot be pickled, which torch.save(model, ...) and other processes do. Write it with "
+            "model.save(path) and read it with qframework.load(path); torch.save(model.state_dict(), ...) keeps its "
+            "tensors alone"
+        )
+
     def _example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword inputs with the shapes of the example."""
         return pytree.tree_map_only(Tensor, self._like_an_example, self._call)

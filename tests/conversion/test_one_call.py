@@ -98,6 +98,19 @@ def test_what_a_module_has() -> None:
     assert {layer.name for layer in compiled.explain().layers if layer.lowered} == {"fc1", "fc2"}
 
 
+def test_torch_save_of_the_whole_model_names_save(tmp_path) -> None:
+    x = torch.randn(4, 16)
+    quantized = quantize(MLP().eval(), x, dynamic_int8())
+    with pytest.raises(UnsupportedError, match=r"model\.save\(path\)"):
+        torch.save(quantized, tmp_path / "model.pt")
+    torch.save(quantized.state_dict(), tmp_path / "state.pt")
+    copied = copy.deepcopy(quantized)
+    for tensor in copied.state_dict().values():
+        tensor.zero_()
+    copied.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(copied(x), quantized(x))
+
+
 def test_skip() -> None:
     x = torch.randn(4, 16)
     assert lowered(quantize(MLP().eval(), x, dynamic_int8(), skip=())) == {"fc1", "fc2", "head"}
