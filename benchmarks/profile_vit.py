@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, profiler
+from torch import profiler
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
@@ -98,7 +98,7 @@ def plain_name(name: str) -> str:
     return re.sub(r"_\d+$", "", name) if name.startswith("triton_") else name
 
 
-def profile_forward(forward: Forward, images: Tensor, device: str) -> Profile:
+def profile_forward(forward: Callable[[Any], Any], images: Any, device: str) -> Profile:
     """Mean of ``FORWARDS`` passes after ``WARM_UP`` passes of a compiled ``forward``, in an inference context."""
     for _ in range(WARM_UP):
         forward(images)

@@ -24,6 +24,7 @@ from benchmarks import (
     training_models,
     training_parity,
     training_processes,
+    training_profile,
     training_simulation,
     training_widths,
 )
@@ -86,6 +87,7 @@ amplify the order of a sum, as the two simulations show.
 """
 GRADIENTS, PROCESSES = "gradients", "processes"  # below the folder of training results
 FSDP, SIMULATION = "fsdp", "simulation"
+PROFILE = training_profile.BENCHMARK
 PROMISED = tuple(map(per_block, BLOCK_SIZES))
 SHORT = {task: subject for task, subject in SUBJECTS.items() if not subject.long}  # trained with all block sizes
 PER_TENSOR, PER_TENSOR_TASKS = "per_tensor", ("digits", "gpt")
@@ -130,7 +132,8 @@ def _is_smoke(documents: Sequence[dict[str, Any]]) -> bool:
 
 def render(results: Results) -> str:
     """The whole page as Markdown."""
-    runs, parity, step, processes, fsdp, simulation = results
+    every, parity, step, processes, fsdp, simulation = results
+    runs = [replace(run, records=[row for row in run.records if row.benchmark != PROFILE]) for run in every]
     return "\n".join(
         [HEAD, _targets(runs), _accuracy_targets(parity), _sizes(runs, parity)]
         + ([] if step is None else [_step(step)])
@@ -140,7 +143,7 @@ def render(results: Results) -> str:
         + ([_widths(runs)] if any(map(_has_models, runs)) else [])
         + [_slower(runs)]
         + [_task(task, parity[task]) for task in parity]
-        + [_section(run) for run in runs]
+        + [_section(run, _profile(whole)) for run, whole in zip(runs, every, strict=True)]
     )
 
 
@@ -330,7 +333,11 @@ def _time(record: Record) -> float:
     return record.p50_ms or float("inf")
 
 
-def _section(run: Run) -> str:
+def _profile(run: Run) -> str:
+    return training_profile.section(run.records)
+
+
+def _section(run: Run, profile: str = "") -> str:
     peaks = "".join(f"Copying a gigabyte reaches {number(peak)} {unit}.\n" for unit, peak in run.peaks.items())
     parts = [f"## {run.title}\n", machine_line(run.machine, {}), *([f"{run.note}\n"] if run.note else []), peaks]
     parts.append(f"Median milliseconds, with the fastest in bold.\n\n{_pivot(run, _time)}")
@@ -342,6 +349,7 @@ def _section(run: Run) -> str:
         once = [record for record in run.records if record.first_call_s and record.op == training_models.OPS[0]]
         text = _pivot(replace(run, records=once), lambda record: record.first_call_s or 0)
         parts.append(f"Seconds of the first forward and backward, compilation included.\n\n{text}")
+    parts.append(profile)
     if reasons := _reasons(run):
         parts.append(reasons)
     return "\n".join(part for part in parts if part)

@@ -6,7 +6,8 @@ A step is forward, backward and fused AdamW. Weights are FP32 under autocast, to
 transformers with random weights; ``--layers`` keeps the first blocks only, which compiles faster and gives embeddings
 and head a larger share. Every provider's loss and the gradient of the first linear in a block are compared with FP32
 before it is timed. Without graphs a step is timed as it is called, host included; with graphs the same compiled step is
-replayed in one CUDA graph. On a GPU, every model and provider runs in its own process.
+replayed in one CUDA graph. On a GPU, every model and provider runs in its own process. ``--profile`` adds the kernels
+of a step by kind.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.harness import (
 )
 from benchmarks.timing import Timing, time_provider
 from benchmarks.torchao_training import quantize_for_fp8_training
+from benchmarks.training_profile import profile_step
 from qframework.training.convert import convert_to_int8_training
 
 OPS = ("step", "step_in_graph")
@@ -108,6 +110,8 @@ MODELS = {
     "gpt2_medium": Subject(_gpt2(1024, 24, 16), 8, 1024),
     "gpt2_large": Subject(_gpt2(1280, 36, 20), 8, 1024),
     "gpt2_1536": Subject(_gpt2(1536, 24, 12), 8, 1024),
+    "llama_1024": Subject(llama(1024, 2816, 24), 4, 2048),
+    "llama_1536": Subject(llama(1536, 4096, 16), 4, 2048),
     "llama_2048": Subject(llama(2048, 5632, 16), 4, 2048),
     "llama_3072": Subject(llama(3072, 8192, 8), 4, 2048),
     "llama_4096": Subject(llama(4096, 11008, 4), 4, 2048),
@@ -275,6 +279,9 @@ class Measurement:
             for row, measure in zip(self.checked, (self._time, self._time_graph), strict=True):
                 yield guarded(row, lambda row=row, measure=measure: replace(row, **measure().fields()))  # type: ignore[misc]
 
+            if self.plan.options.profile:
+                yield from profile_step(self.checked[0], self.training.step, self.plan.device)
+
     def _check(self) -> Record:
         plan = self.plan
         self.training = Training(
@@ -340,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
     parser.add_argument("--layers", type=int, default=None, help="blocks of each model (default: all)")
+    parser.add_argument("--profile", action="store_true", help="record the kernels of a step by kind")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     add_limits(parser, jobs=4, check=300.0, time=60.0, total=900.0, unit="one model and provider")
     options = parser.parse_args(argv)

@@ -6,8 +6,9 @@
 Every finished run (task, configuration, seed) is a file under ``--output``. The same command skips finished runs and
 resumes the others from their last checkpoints. After ``--limit`` seconds, running workers are killed. One process
 trains all seeds of a configuration and compiles once; with ``--graphs`` every step is a CUDA graph, and those of the
-seeds overlap. The long tasks have one seed and resume once, from a checkpoint. ``--report`` only compares existing
-runs, with a table and a plot for each task, and exit status 1 if a configuration misses its bound.
+seeds overlap. The long tasks have one seed unless ``--seeds`` says otherwise, and resume once, from a checkpoint.
+``--report`` only compares existing runs, with a table and a plot for each task, and exit status 1 if a configuration
+misses its bound.
 """
 
 from __future__ import annotations
@@ -425,7 +426,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=[name for name, subject in SUBJECTS.items() if not subject.long],
     )
     parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: [int(seed) for seed in text.split(",")],
+        help="default: 0, 1 and 2, of long tasks 0",
+    )
     parser.add_argument("--device", type=device_name, default="cpu", help="cpu or cuda")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument("--graphs", action="store_true", help="replay each step as a CUDA graph")
@@ -455,7 +460,7 @@ def _measure(options: argparse.Namespace) -> int:
     failed = 0
     if not options.report:
         groups = [
-            [Case(task, name, seed) for seed in options.seeds[: 1 if SUBJECTS[task].long else None]]
+            [Case(task, name, seed) for seed in options.seeds or range(SUBJECTS[task].seeds)]
             for task in options.tasks
             for name in options.configurations
             if name in SUBJECTS[task].configurations or not SUBJECTS[task].long

@@ -40,7 +40,7 @@ from qframework.training.roles import (
 Mode = Literal["per_block", "per_tensor", "per_token"]
 _ON_REQUEST = "named in keep_float"
 _INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
-FASTER_FROM = 1280
+FASTER_FROM = 768
 """Channels from which blocks were measured to train faster in INT8 than in BF16, without CUDA graphs:
 ``benchmarks/training_widths.py`` computes it."""
 FASTER_FROM_GATED = 2048

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import report_training, training_models, training_widths
+from benchmarks import report_training, training_models, training_profile, training_widths
 from benchmarks.harness import Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.training_widths import Speed
@@ -26,8 +26,11 @@ def records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def test_models_smoke(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
-    assert training_models.main([*ARGUMENTS, str(output)]) == 0
+    assert training_models.main(["--profile", *ARGUMENTS, str(output)]) == 0
     found = records(output)
+    kinds = [row for row in found.values() if row["benchmark"] == training_profile.BENCHMARK]
+    assert {row["provider"] for row in kinds} >= {"bf16", "qframework"}
+    assert all(row["p50_ms"] > 0 for row in kinds)
     assert {provider for provider, _ in found} == set(training_models.PROVIDERS)
     for provider in ("bf16", "qframework", "qframework_mixed_attention"):
         assert found[provider, "step"]["p50_ms"] > 0
@@ -87,6 +90,42 @@ def test_a_conversions_limits_are_those_of_the_stored_steps() -> None:
     assert len(found) >= 16
     assert training_widths.limit(found, gated=False) == plan.FASTER_FROM
     assert training_widths.limit(found, gated=True) == plan.FASTER_FROM_GATED
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("_block_linear_specialized_kernel", "products in INT8"),
+        ("_block_transpose_kernel", "quantization and transposes"),
+        ("_block_gated_activation_backward_kernel", "other operators in INT8"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "other products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
+        ("triton_poi_fused_add_mul", "Inductor's kernels"),
+        ("Memcpy DtoD (Device -> Device)", training_profile.REST),
+    ],
+)
+def test_kinds_of_kernels(kernel: str, kind: str) -> None:
+    assert training_profile.kind_of(kernel) == kind
+
+
+def test_what_a_profile_says() -> None:
+    """30 of 50 ms are products; 10 are attention and optimizer."""
+    times = {
+        "bf16": {"other products": 30.0, "attention": 6.0, "optimizer": 4.0, "Inductor's kernels": 10.0},
+        "qframework": {"products in INT8": 20.0, "attention": 6.0, "optimizer": 4.0, "other operators in INT8": 5.0},
+    }
+    rows = [
+        Record(benchmark=training_profile.BENCHMARK, provider=provider, op=kind, model="m", batch=1, p50_ms=ms)
+        for provider, kinds in times.items()
+        for kind, ms in kinds.items()
+    ]
+    text = training_profile.section(rows)
+    assert "INT8 is 1.60 times as fast" in text  # 40 / 25
+    assert "the whole step would be 1.67 times as fast" in text  # 50 / (15 + 15)
+    assert "| all | 50 | 35 |" in text
+    assert training_profile.section([]) == ""
 
 
 def test_one_slow_run_raises_the_limit() -> None:

@@ -123,6 +123,11 @@ if HAS_GLUON:
         return gl.fma(acc.to(gl.float32), of_rows[:, None] * of_columns[None, :], total)
 
     @gluon.jit
+    def _before_what_follows(x):
+        """``x``, computed here: the compiler would move its computation past the wait for a turn, into the turn."""
+        return gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+    @gluon.jit
     def _consume(
         WHO: gl.constexpr,
         pointers,
@@ -172,6 +177,8 @@ if HAS_GLUON:
                 acc = _multiply(a.slice(FIRST_ROW, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
                 own_turn ^= 1
                 upper = _dequantize(acc, rows, columns, upper)
+                if CONSUMERS == 2:
+                    upper = _before_what_follows(upper)
                 if BLOCK[0] == 1:
                     rows = rows_below
                 elif BLOCK[0] < 128:
