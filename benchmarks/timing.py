@@ -132,14 +132,18 @@ def time_cpu(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
     return Timing(tuple(_wall_ms(fn) for _ in range(runs)))
 
 
-def time_interleaved(providers: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Wall-clock times in the order ``A B C A B C ...``, so that drift affects all alike; one warm-up round first."""
+def time_interleaved(
+    providers: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Timing]:
+    """Times by ``clock`` in the order ``A B C A B C ...``, so that drift affects all alike; one warm-up round first."""
     samples: dict[str, list[float]] = {name: [] for name in providers}
     for fn in providers.values():
         fn()
     for _ in range(rounds):
         for name, fn in providers.items():
-            samples[name].append(_wall_ms(fn))
+            start = clock()
+            fn()
+            samples[name].append(1e3 * (clock() - start))
     return {name: Timing(tuple(times)) for name, times in samples.items()}
 
 

@@ -3,6 +3,9 @@
 All providers are built and checked first, then timed in turns (A B C A B C ...), so that drift of the machine affects
 all alike. Preparation (export, calibrate, convert) and the first call (compilation) are recorded separately. Weights
 and images are random and seeded; every output is checked against FP32 eager.
+
+``--processor-time`` counts the processor time of the process instead, for machines that other processes use too, with
+one thread.
 """
 
 from __future__ import annotations
@@ -159,8 +162,16 @@ def get_ready(results: Results, entries: Sequence[Entry], subject: Subject) -> l
     return right
 
 
-def measure(results: Results, name: str, batch: int, providers: Sequence[str], rounds: int, smoke: bool) -> None:
-    """Build and check ``providers``, time the right ones in turns, add a record for each."""
+def measure(
+    results: Results,
+    name: str,
+    batch: int,
+    providers: Sequence[str],
+    rounds: int,
+    smoke: bool,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Build and check ``providers``, time the right ones in turns by ``clock``, add a record for each."""
     model = models.build_model(name, smoke)
     images = models.random_images(model, batch)
     with torch.no_grad():
@@ -173,7 +184,7 @@ def measure(results: Results, name: str, batch: int, providers: Sequence[str], r
     ready = {entry.record.provider: entry for entry in get_ready(results, entries, subject)}
 
     compiled_before = _compiled_graphs()
-    timings = time_interleaved({provider: entry.fn for provider, entry in ready.items() if entry.fn}, rounds)
+    timings = time_interleaved({provider: entry.fn for provider, entry in ready.items() if entry.fn}, rounds, clock)
     if _compiled_graphs() != compiled_before:
         raise QFrameworkError("vit_cpu: no provider must recompile while it is timed, got a recompilation")
     for provider, timing in timings.items():
@@ -195,9 +206,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="images per call (default: 8; with --smoke 2)")
     parser.add_argument("--rounds", type=int, help="timed turns of every provider (default: 10; with --smoke 2)")
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument("--processor-time", action="store_true", help="of one thread, instead of wall-clock time")
     arguments = parser.parse_args(argv)
     smoke = arguments.smoke
     results = Results.start("vit_cpu", "cpu", arguments)
+    clock = time.perf_counter
+    if arguments.processor_time:
+        torch.set_num_threads(1)
+        clock, results.note = time.process_time, "Processor time of one thread."
     measure(
         results,
         arguments.model or (models.SMOKE_MODEL if smoke else "vit_base_patch16_224"),
@@ -205,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.providers,
         arguments.rounds or (2 if smoke else 10),
         smoke,
+        clock,
     )
     return results.exit_code
 
