@@ -1,9 +1,9 @@
 """Many transformer architectures on a GPU: INT8 against FP16 and FP8, compiled, whole models with random weights.
 
-Each architecture runs at a batch for throughput and at batch 1, there under CUDA graphs as well. Every provider runs in
-its own process: it compiles and is checked against FP32 eager, ``--jobs`` at a time, and is then timed alone, twice;
-the faster time counts. A record holds the time, the SQNR of the outputs, the first call, and the peak memory. The file
-is rewritten after every provider.
+Each architecture runs at a batch for throughput and at batch 1. Under CUDA graphs run batch 1 and decoding as well.
+Every provider runs in its own process: it compiles and is checked against FP32 eager, ``--jobs`` at a time, and is then
+timed alone, twice; the faster time counts. A record holds the time, the SQNR of the outputs, the first call, and the
+peak memory. The file is rewritten after every provider.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def plans_of(names: Sequence[str], providers: Sequence[str], device: str, smoke:
     """Throughput and latency of the named architectures."""
     found = []
     for name in names:
-        batches = {2 if smoke else FAMILIES[name].batch: AT_ONCE} | ({1: (*AT_ONCE, *ALONE)} if latency else {})
+        family, everything = FAMILIES[name], (*AT_ONCE, *ALONE)
+        batches = {2 if smoke else family.batch: everything if family.in_graphs else AT_ONCE}
+        batches |= {1: everything} if latency else {}
         for batch, offered in batches.items():
             found += [Plan(name, batch, each, device, smoke) for each in offered if each in providers]
     return found

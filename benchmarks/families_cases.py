@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 SEED = 0
+DECODING = "decoder, one token behind a context of 1,024"  # a kind
 Inputs = tuple[Tensor, ...]
 _SMALL = {  # sizes of a transformers configuration in a smoke run, by the names that configurations have
     "hidden_size": 64, "d_model": 64, "intermediate_size": 128, "d_ff": 128, "encoder_ffn_dim": 128,
@@ -20,6 +22,7 @@ _SMALL = {  # sizes of a transformers configuration in a smoke run, by the names
 }  # fmt: skip
 _SMALL_IMAGE, _SMALL_MODEL = 160, "test_vit"
 _SMALL_TOKENS = 24
+DECODED_CONTEXT, DECODED_BATCH = 1024, 16
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Family:
     batch: int
     build: Callable[[bool], nn.Module]  # of whether it is a smoke run
     inputs: Callable[[nn.Module, int, bool], Inputs]  # fp32 or int64, of a batch
+    in_graphs: bool = False  # CUDA graphs at every batch, not only at batch 1
 
 
 # timm -----------------------------------------------------------------------------------------------------------------
@@ -97,6 +101,58 @@ class Decoder(nn.Module):
         return states
 
 
+class Context(nn.Module):
+    """The cache of a decoder in which all sequences have the same context of random keys and values.
+
+    Each call writes the last token anew, so that calls can be repeated. It has what a layer calls of transformers'
+    caches.
+    """
+
+    def __init__(self, layers: int, heads: int, channels: int, tokens: int, batch: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        for name in (f"{kind}_{layer}" for layer in range(layers) for kind in ("keys", "values")):
+            self.register_buffer(name, torch.randn(1, heads, tokens + 1, channels).repeat(batch, 1, 1, 1))
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """``(B, H, 1, D)`` of the new token; returns ``(B, H, tokens + 1, D)``."""
+        keys, values = (getattr(self, f"{kind}_{layer}")[: len(key)] for kind in ("keys", "values"))
+        keys[:, :, self.tokens :].copy_(key)
+        values[:, :, self.tokens :].copy_(value)
+        return keys, values
+
+
+class Decoding(nn.Module):
+    """Vectors of one token for each sequence behind a context: ``(B, 1)`` ids to ``(B, 1, C)``.
+
+    Calls the layers themselves, without a mask: all tokens are visible, and some versions of transformers make one.
+    """
+
+    def __init__(self, model: Any, tokens: int = DECODED_CONTEXT, batch: int = DECODED_BATCH) -> None:
+        super().__init__()
+        config = model.config
+        channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        cache = Context(config.num_hidden_layers, config.num_key_value_heads, channels, tokens, batch)
+        self.model, self.cache = model, cache
+        parameters = inspect.signature(model.layers[0].forward).parameters
+        self.cache_name = "cache" if "cache" in parameters else "past_key_values"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        model = self.model
+        states: Tensor = model.embed_tokens(ids)
+        positions = torch.full_like(ids[:1], self.cache.tokens)
+        arguments = {
+            "attention_mask": None,
+            "position_embeddings": model.rotary_emb(states, position_ids=positions),
+            "position_ids": positions,
+            self.cache_name: self.cache,
+        }
+        for layer in model.layers:
+            states = layer(states, **arguments)
+        normed: Tensor = model.norm(states)
+        return normed
+
+
 class Speech(nn.Module):
     """Frames of a spectrogram to vectors: ``(B, mel, frames)`` to ``(B, frames / 2, C)``."""
 
@@ -116,9 +172,10 @@ def _transformers(
     inputs: dict[type[nn.Module], Callable[[nn.Module, int, bool], Inputs]] = {
         Encoder: functools.partial(_padded, tokens),
         Decoder: functools.partial(_prompts, tokens),
+        Decoding: _next_tokens,
         Speech: _spectrograms,
     }
-    return Family(name, kind, batch, build, inputs[wrapper])
+    return Family(name, kind, batch, build, inputs[wrapper], in_graphs=wrapper is Decoding)
 
 
 def _build_transformers(
@@ -162,6 +219,10 @@ def _prompts(tokens: int, model: nn.Module, batch: int, smoke: bool) -> Inputs:
     return (_ids(model, batch, _SMALL_TOKENS if smoke else tokens),)
 
 
+def _next_tokens(model: nn.Module, batch: int, smoke: bool) -> Inputs:
+    return (_ids(model, batch, 1),)
+
+
 def _spectrograms(model: Any, batch: int, smoke: bool) -> Inputs:
     config = model.encoder.config
     frames = 2 * config.max_source_positions
@@ -174,6 +235,15 @@ def _generator() -> torch.Generator:
 
 _bert = functools.partial(_transformers, kind="text encoder", wrapper=Encoder)
 _llm = functools.partial(_transformers, kind="decoder, prefill", wrapper=Decoder, tokens=2048)
+_decoding = functools.partial(
+    _transformers,
+    kind=DECODING,
+    wrapper=Decoding,
+    batch=DECODED_BATCH,
+    tokens=1,
+    model="LlamaModel",
+    config="LlamaConfig",
+)
 
 _FAMILIES = (
     _timm("plain ViT", "vit_small_patch16_224", 256),
@@ -227,6 +297,14 @@ _FAMILIES = (
         intermediate_size=16384, vocab_size=32000,
     ),
     _llm("gpt2", batch=8, tokens=1024, model="GPT2Model", config="GPT2Config"),
+    _decoding(
+        "llama_1b_decoding", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=8192, vocab_size=32000,
+    ),
+    _decoding(
+        "llama_8b_decoding", hidden_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=14336, vocab_size=32000,
+    ),
 )  # fmt: skip
 FAMILIES = {family.name: family for family in _FAMILIES}
 SMOKE = ("vit_base_patch16_224", "bert_base", "whisper_small", "llama_1b")

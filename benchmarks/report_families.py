@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.families_cases import FAMILIES
+from benchmarks.families_cases import DECODING, FAMILIES
 from benchmarks.harness import Record
 from benchmarks.pages import Page, Plot
 from benchmarks.plots import COLOUR, GREY, WIDTH
@@ -30,7 +30,8 @@ initialises below 1e-3 are scaled up to 0.1, since FP16 cannot hold them. Every 
 and compared with FP32 eager before it is timed. Speeds are multiples of the same model in FP16 compiled by Inductor, at
 the same batch. **Float** is `backend="qframework"` with its defaults, which changes attention only; **dynamic** adds
 the option `linear="int8_dynamic"` with frozen weights; **static** is quantized with PT2E by `static_int8`. FP8 is
-torchao's, with scales per tensor, on bfloat16. At batch 1 the fastest of each, with and without CUDA graphs, counts.
+torchao's, with scales per tensor, on bfloat16. At batch 1 and in decoding, the fastest of each, with and without CUDA
+graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32 of Llama 8B, without the head.
 SQNR is that of the outputs, of random weights, and says little about trained ones. First calls are seconds of
 `torch.compile` and the first call while other models compile on the same processor, relative to FP16's. Encoders take
 sequences of mixed lengths, padded. Each architecture is shown as the newest run that has it measured it, with the FP16
@@ -129,10 +130,18 @@ def _runs(device: Device) -> str:
 
 def _means(found: Sequence[Case]) -> str:
     rows = []
-    for title, wanted in (("throughput", lambda batch: batch > 1), ("batch 1", lambda batch: batch == 1)):
-        subset = [case for case in found if wanted(case["fp16"].batch or 0)]
+    for title in ("throughput", "batch 1", "decoding"):
+        subset = [case for case in found if _use(case) == title]
         rows.append([title, str(len(subset)), *(number(_mean(subset, mode)) for mode in ("FP8", *OURS))])
     return "Geometric means:\n\n" + table(["", "models", "FP8", *OURS], [row for row in rows if row[1] != "0"])
+
+
+def _use(case: Case) -> str:
+    """What a row of the table of means is of."""
+    family = FAMILIES.get(str(case["fp16"].model))
+    if family is not None and family.kind == DECODING:
+        return "decoding"
+    return "throughput" if (case["fp16"].batch or 0) > 1 else "batch 1"
 
 
 def _mean(found: Sequence[Case], mode: str) -> float | None:

@@ -49,6 +49,20 @@ def test_batch_1_adds_cuda_graphs():
     assert {plan.batch for plan in plans} == {1, FAMILIES["gpt2"].batch}
 
 
+def test_decoding_runs_in_cuda_graphs_at_every_batch():
+    plans = families.plans_of(["llama_1b_decoding"], families.ALONE, "cuda", smoke=False, latency=True)
+    assert {(plan.batch, plan.provider) for plan in plans} == {(b, name) for b in (1, 16) for name in families.ALONE}
+
+
+def test_decoding_sees_its_context_and_can_be_repeated():
+    model, (ids,), reference = families.build(FAMILIES["llama_1b_decoding"], 2, "cpu", smoke=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), reference)
+        torch.testing.assert_close(model(ids.flip(0)), reference.flip(0))
+        model.cache.values_0[:, :, 7] += 9.0
+        assert (model(ids) - reference).norm() > 1e-3 * reference.norm()
+
+
 def test_smoke_run_of_an_encoder(tmp_path):
     output = tmp_path / "out.json"
     names = "fp16_compiled,qframework_dynamic_frozen"
