@@ -32,6 +32,7 @@ AT_ONCE = (
     "qframework_dynamic_frozen",
     "qframework_static",
 )
+BY_BLOCKS = ("torchao_fp8_tensorwise_blocks",)  # compiles within seconds, and takes the place of the whole model
 ALONE = ("fp16_compiled_graphs", "qframework_dynamic_frozen_graphs", "qframework_static_graphs")
 REP_MS, SMOKE_REP_MS, MIN_RUNS = 300.0, 10.0, 10
 ROUNDS = 2  # of timing, since the host of a shared machine varies
@@ -134,8 +135,9 @@ def plans_of(names: Sequence[str], providers: Sequence[str], device: str, smoke:
     """Throughput and latency of the named architectures."""
     found = []
     for name in names:
-        family, everything = FAMILIES[name], (*AT_ONCE, *ALONE)
-        batches = {2 if smoke else family.batch: everything if family.in_graphs else AT_ONCE}
+        family, at_once = FAMILIES[name], (*AT_ONCE, *BY_BLOCKS)
+        everything = (*at_once, *ALONE)
+        batches = {2 if smoke else family.batch: everything if family.in_graphs else at_once}
         batches |= {1: everything} if latency else {}
         for batch, offered in batches.items():
             found += [Plan(name, batch, each, device, smoke) for each in offered if each in providers]
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure on the GPU; returns the exit status."""
     parser = argument_parser("families", __doc__)
     parser.add_argument("--models", type=comma_separated(FAMILIES), help=f"of {', '.join(FAMILIES)}")
-    parser.add_argument("--providers", type=comma_separated((*AT_ONCE, *ALONE)), default=[*AT_ONCE, *ALONE])
+    parser.add_argument("--providers", type=comma_separated((*AT_ONCE, *BY_BLOCKS, *ALONE)), default=[*AT_ONCE, *ALONE])
     parser.add_argument("--no-latency", action="store_true", help="leave batch 1 out")
     parser.add_argument("--together", type=int, default=3, help="architectures that are compiled at the same time")
     add_limits(parser, jobs=12, check=400.0, time=20.0, total=3600.0, unit="one provider of one architecture")

@@ -66,12 +66,20 @@ _inductor = functools.partial(torch.compile, dynamic=False)
 _max_autotune = functools.partial(_inductor, mode="max-autotune")
 
 
-def _inductor_blocks(model: Any) -> nn.Module:
-    """Each of ``model.blocks`` by itself, all by one compilation; the rest of the model stays eager."""
-    for block in model.blocks:
+def _inductor_blocks(model: nn.Module) -> nn.Module:
+    """The blocks of ``model`` by themselves, by one compilation for all that are alike; the rest of it stays eager."""
+    for block in blocks_of(model):
         block.compile(dynamic=False)
-    compiled: nn.Module = model
-    return compiled
+    return model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The longest list of at least four modules of one class."""
+    lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    alike = [modules for modules in lists if len(modules) >= 4 and len(set(map(type, modules))) == 1]
+    if not alike:
+        raise UnavailableError("it has no list of at least four blocks of one class")
+    return max(alike, key=len)
 
 
 def _qframework(graphs: bool = False, **options: Any) -> Callable[[nn.Module], Forward]:

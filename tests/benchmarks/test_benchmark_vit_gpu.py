@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import models, vit_gpu, vit_gpu_cases
 from benchmarks.boxed import Answers, Limits, Worker, check_then_time
-from benchmarks.harness import Record, Results, WrongResultError
+from benchmarks.harness import Record, Results, UnavailableError, WrongResultError
 from benchmarks.machine import REPOSITORY
 from benchmarks.vit_gpu import Measurement, Plan
 from benchmarks.vit_gpu_cases import PROVIDERS
@@ -274,12 +274,17 @@ def test_only_smoke_runs_work_without_a_gpu(monkeypatch):
 
 
 def test_blocks_are_compiled_once_and_the_rest_not_at_all():
-    model = models.build_model(models.SMOKE_MODEL, smoke=True, depth=3)
+    model = models.build_model(models.SMOKE_MODEL, smoke=True, depth=4)
     compiled = vit_gpu_cases._inductor_blocks(model)
     parts = {name for name, module in compiled.named_modules() if module._compiled_call_impl is not None}
-    assert parts == {"blocks.0", "blocks.1", "blocks.2"}
+    assert parts == {"blocks.0", "blocks.1", "blocks.2", "blocks.3"}
     images = models.random_images(model, 2)
     torch._dynamo.reset()
     with torch.inference_mode():
         compiled(images)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_model_without_blocks_has_none_to_compile():
+    with pytest.raises(UnavailableError, match="no list of at least four blocks"):
+        vit_gpu_cases.blocks_of(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))))
