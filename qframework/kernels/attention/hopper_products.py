@@ -105,13 +105,3 @@ if HAS_GLUON:
         row = gl.arange(0, _ROWS, layout=top.type.layout)
         lse = (top + gl.log2(gl.convert_layout(sums, top.type.layout))) * _NATURAL
         gl.store(lse_ptr + row, lse, mask=row < rows)
-
-    @gluon.jit
-    def pause(CLOCKS: gl.constexpr):
-        """Hold a warpgroup for so many clocks."""
-        clocks = gl.full((128,), CLOCKS, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-        WAIT: gl.constexpr = (
-            "{ .reg .u32 begin, now; .reg .pred early; mov.u32 begin, %clock; AGAIN: mov.u32 now, %clock; "
-            "sub.u32 now, now, begin; setp.lt.u32 early, now, $1; @early bra AGAIN; mov.u32 $0, now; }"
-        )
-        gl.inline_asm_elementwise(WAIT, "=r,r", [clocks], dtype=gl.int32, is_pure=False, pack=1)
