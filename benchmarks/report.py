@@ -1,8 +1,9 @@
 """Generates ``docs/performance.md``, ``docs/performance-history.md`` and plots from ``benchmarks/results/``.
 
 The first has the plots, the cases where a peer is faster and the targets, the second all tables.
-``python -m benchmarks.report`` also writes ``docs/accuracy.md``, ``docs/families.md``, ``docs/papers.md`` and
-``docs/training-results.md`` from folders in there. ``--check`` exits with 1 if a page or plot is stale.
+``python -m benchmarks.report`` also writes ``docs/accuracy.md``, ``docs/attention-speed.md``, ``docs/families.md``,
+``docs/papers.md`` and ``docs/training-results.md`` from folders in there. ``--check`` exits with 1 if a page or plot
+is stale.
 Equal results give identical pages. Every table comes with machine, versions, commit and date.
 """
 
@@ -19,7 +20,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import report_accuracy, report_families, report_papers, report_pretrained, report_training
+from benchmarks import (
+    report_accuracy,
+    report_attention_rows,
+    report_families,
+    report_papers,
+    report_pretrained,
+    report_training,
+)
 from benchmarks.harness import BROKEN, Record, Results
 from benchmarks.labels import label
 from benchmarks.machine import REPOSITORY
@@ -304,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trained = report_training.load(training, load_runs(training))
         families = load_runs(arguments.results / report_families.FOLDER)
         papers = report_papers.load(arguments.results / report_papers.FOLDER)
+        rows, files = report_attention_rows.load(arguments.results / report_attention_rows.FOLDER)
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2
@@ -317,6 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_families.families_page(families, folder / report_families.NAME),
         Page(folder / report_papers.NAME, report_papers.render(papers, granularity)),
     ]
+    if rows:
+        pages.append(Page(folder / report_attention_rows.NAME, report_attention_rows.render(rows, files)))
     if not arguments.check:
         for page in pages:
             page.write()

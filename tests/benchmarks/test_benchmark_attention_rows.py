@@ -1,0 +1,54 @@
+"""The aims of attention on Hopper: small cases agree with float64 on a CPU, and the page says what is short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import attention_rows, report_attention_rows
+from benchmarks.attention_rows import Case
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these calls are for a CPU")
+CASES = [
+    Case("static", 2, 2, 2, 37, 16, "static"),
+    Case("causal", 2, 4, 2, 150, 16, "causal"),
+    Case("masks", 3, 4, 2, 40, 16, "padding"),
+    Case("masks", 2, 2, 2, 300, 16, "band"),
+    Case("windows", 128, 2, 2, 9, 16, "window bias"),
+    Case("factors", 2, 2, 2, 16, 16, "factors"),
+    Case("packed", 1, 2, 2, 0, 16, "packed", mix="tiny"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
+def test_calls_agree_with_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention_rows.MIXES, "tiny", [70, 33])
+    torch.manual_seed(0)
+    row = attention_rows.measure(case, 0)
+    assert not any(why.startswith("wrong") for why in row.get("refused", {}).values())
+    assert 0 < row["error"]["packed" if case.mix else "auto"] < 0.03
+    if not case.mix:  # the peer gets the same mask
+        assert row["error"]["flash"] < 0.001
+
+
+def test_parts_hold_each_case_once() -> None:
+    parts = [case for part in range(3) for case in attention_rows.chosen(f"heads:{part}/3")]
+    assert sorted(parts) == sorted(attention_rows.ROWS["heads"])
+    assert list(attention_rows.chosen("short,static")) == attention_rows.ROWS["short"] + attention_rows.ROWS["static"]
+
+
+def test_the_page_says_what_is_short(tmp_path: Path) -> None:
+    def row(run: int, case: str, ours: float, cudnn: float) -> dict:
+        us = {"auto": ours, "cudnn": cudnn, "flash": 99.0}
+        return {"run": run, "row": "short", "case": case, "us": us, "error": {"auto": 0.0003, "cudnn": 0.0002}}
+
+    rows = [row(1, "a", 10, 15), row(1, "b", 10, 12), row(2, "a", 10, 14), row(2, "b", 10, 9)]
+    about = {"device": "a GPU", "torch": "2", "commit": "abc", "date": "2026-01-01"}
+    (tmp_path / "one.json").write_text(json.dumps({"about": about, "rows": rows}))
+    page = report_attention_rows.render(*report_attention_rows.load(tmp_path))
+    assert "| 1 | 1.2 | 2 | 0.90 to 1.50, geometric mean 1.23 | short of must in 1 of 2 cases |" in page
+    assert "| a | 10.0 | 14.0 | cudnn | 1.50, 1.40 | 0.0003 |" in page
+    assert "| b | 10.0 | 9.0 | cudnn | 1.20, 0.90 (short) | 0.0003 |" in page
