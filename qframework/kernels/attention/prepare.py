@@ -47,6 +47,7 @@ from qframework.kernels.runtime.triton import tl, triton
 PARTS = 16  # sums of a head's keys: enough programs to fill a chip, few enough for every tile to add them
 TILE = QUERY_BLOCK
 SAMPLE = 256  # keys of a mean, at least
+V_WORDS = True
 SAMPLE_PARTS = 4  # of fewer than twice as many keys: one for each tile
 
 
@@ -145,6 +146,23 @@ def _quantized_tile(
     return values, row_scale
 
 
+@triton.jit
+def _values(v, seen, head, HKV, n, NK, d, DV):
+    """Values of keys ``n``, and which of them exist and are seen; others are 0."""
+    used = (_seen(seen, head // HKV, head % HKV, n, NK))[:, None] & (d < DV)[None, :]
+    ptrs = v.data + head // HKV * v.batch + head % HKV * v.head + n[:, None] * v.token + d[None, :]
+    return tl.load(ptrs, mask=used, other=0.0), used
+
+
+@triton.jit
+def _e4m3(x, used, inverse, V_RANGE: tl.constexpr):
+    y = tl.where(used, x.to(tl.float32) * inverse, 0.0)
+    y = tl.minimum(tl.maximum(y, -V_RANGE), V_RANGE)
+    if INTERPRETED:  # its casts truncate
+        y = round_to_e4m3(y)
+    return y.to(tl.float8e4nv)
+
+
 @triton.jit(do_not_specialize=["N", "NK", "Q_PROGRAMS", "K_PROGRAMS"])
 def _prepare_kernel(
     q,  # Heads
@@ -177,6 +195,7 @@ def _prepare_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Grid (tiles of Q, then of K, then of V of all heads,)."""
@@ -212,14 +231,7 @@ def _prepare_kernel(
     elif v is not None:
         item = pid - Q_PROGRAMS - K_PROGRAMS
         head = (item // k_tiles).to(tl.int64)
-        place = item % k_tiles * TILE + tl.arange(0, TILE)
-        n = place
-        if amax_ptr is not None:
-            n = key_of_pair(place)
-        mask = (n < NK)[:, None] & (d < DV)[None, :]
-        used = mask & _seen(seen, head // HKV, head % HKV, n, NK)[:, None]
-        v_ptrs = v.data + head // HKV * v.batch + head % HKV * v.head + n[:, None] * v.token + d[None, :]
-        x = tl.load(v_ptrs, mask=used, other=0.0)
+        first = item % k_tiles * TILE
         out = v_out.data + head // HKV * v_out.batch + head % HKV * v_out.head
         if amax_ptr is not None:
             parts = (head * PARTS + tl.arange(0, PARTS))[:, None] * DV + d[None, :]
@@ -228,15 +240,29 @@ def _prepare_kernel(
             v_scale = tl.where(v_amax < float("inf"), v_scale, float("nan"))
             if item % k_tiles == 0:
                 tl.store(v_scale_ptr + head * DV + d, v_scale, mask=d < DV)
-            y = tl.where(used, x.to(tl.float32) * tl.math.div_rn(1.0, v_scale)[None, :], 0.0)
-            y = tl.minimum(tl.maximum(y, -V_RANGE), V_RANGE)
-            if INTERPRETED:  # its casts truncate
-                y = round_to_e4m3(y)
-            y = tl.trans(y.to(v_out.data.dtype.element_ty))
+            inverse = tl.math.div_rn(1.0, v_scale)[None, :]
             padded = v_out.token  # a channel has so many keys
-            tl.store(out + d[:, None] * padded + place[None, :], y, mask=(d < DV)[:, None] & (place < padded)[None, :])
+            if V_WORDS:
+                # Four neighbouring keys of a channel as a word: bytes would be transposed one by one.
+                word = first // 4 + tl.arange(0, TILE // 4)
+                words = tl.zeros((TILE // 4, BLOCK_D), tl.int32)
+                for i in tl.static_range(4):
+                    x, used = _values(v, seen, head, HKV, key_of_pair(word * 4 + i), NK, d, DV)
+                    bits = _e4m3(x, used, inverse, V_RANGE).to(tl.int8, bitcast=True)
+                    words |= (bits.to(tl.int32) & 0xFF) << (8 * i)
+                ptrs = out.to(tl.pointer_type(tl.int32), bitcast=True) + d[:, None] * (padded // 4) + word[None, :]
+                tl.store(ptrs, tl.trans(words), mask=(d < DV)[:, None] & (word * 4 < padded)[None, :])
+            else:
+                place = first + tl.arange(0, TILE)
+                x, used = _values(v, seen, head, HKV, key_of_pair(place), NK, d, DV)
+                y = tl.trans(_e4m3(x, used, inverse, V_RANGE))
+                inside = (d < DV)[:, None] & (place < padded)[None, :]
+                tl.store(out + d[:, None] * padded + place[None, :], y, mask=inside)
         else:
-            tl.store(out + n[:, None] * v_out.token + d[None, :], x.to(tl.bfloat16), mask=mask)
+            n = first + tl.arange(0, TILE)
+            x, _ = _values(v, seen, head, HKV, n, NK, d, DV)
+            inside = (n < NK)[:, None] & (d < DV)[None, :]
+            tl.store(out + n[:, None] * v_out.token + d[None, :], x.to(tl.bfloat16), mask=inside)
 
 
 class Seen(NamedTuple):
@@ -388,6 +414,7 @@ def prepare_triton(
         PARTS=PARTS,
         TILE=TILE,
         BLOCK_D=block_d,
+        V_WORDS=V_WORDS,
         num_warps=warps(block_d),
     )
     qk = QuantizedQK(q8, q_scale, k8, k_scale, channels, k_norm=statistics.norm)
