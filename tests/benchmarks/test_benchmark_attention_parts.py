@@ -17,7 +17,7 @@ def test_a_smoke_run_lists_the_cases(capsys: pytest.CaptureFixture[str], monkeyp
     assert attention_parts.main(["--smoke", "--only", "forms,choice"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "case_forms ([4, 32, 4096, 64], 'sage2_int8', 1)"
-    assert [line.split()[0] for line in lines] == ["case_forms"] * 6 + ["case_choice"] * 2
+    assert [line.split()[0] for line in lines] == ["case_forms"] * 9 + ["case_choice"] * 2
 
 
 def test_chunks_hold_every_head_once() -> None:
@@ -40,7 +40,7 @@ def test_a_form_changes_inside_its_block_alone() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("name", ["sage2_int8", "integer_exp"])
+@pytest.mark.parametrize("name", ["sage2_int8", "integer_exp", "unquantized"])
 def test_forms_fit_shared_memory(name: str, width: int) -> None:
     for changes in attention_parts.FORMS[width].values():
         with attention_parts.changed_form(changes):
