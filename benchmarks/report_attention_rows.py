@@ -27,6 +27,7 @@ results were compared with float64 attention before.
 AIMS_NOTE = """Speeds are the time of the other divided by that of the call: the least and the largest of all cases and
 runs. `must` and `aim` are lower limits of speeds, and upper limits of shares and of times relative to another.
 """
+RIVALS = ("cudnn", "flash", "efficient", "fp16 cache")
 CASES_NOTE = """Microseconds are those of the last run, speeds those of each. Shapes are batch x heads (or query and key
 heads) x tokens x channels, of decoding batch, query heads, key heads, queries, keys, channels. Errors are relative L1
 errors of normal data, of decoding L2.
@@ -62,7 +63,7 @@ class Aim(NamedTuple):
 
 def _against_pytorch(row: dict[str, Any], ours: str = "auto") -> tuple[float, str, str] | None:
     us = row["us"]
-    rivals = [name for name in us if name in ("cudnn", "flash", "efficient", "fp16 cache")]
+    rivals = [name for name in RIVALS if name in us]
     if ours not in us or not rivals:
         return None
     rival = min(rivals, key=us.__getitem__)
@@ -85,6 +86,11 @@ def _variant(name: str) -> Callable[[dict[str, Any]], tuple[float, str, str] | N
     return value
 
 
+def _sageattention2(row: dict[str, Any]) -> tuple[float, str, str] | None:
+    us = row["us"]
+    return None if "sageattention2" not in us else (us["sageattention2"] / us["auto"], "auto", "sageattention2")
+
+
 def _share(row: dict[str, Any]) -> tuple[float, str, str] | None:
     us = row["us"]
     if "integer_exp, pass" not in us:
@@ -102,6 +108,7 @@ AIMS = (
     Aim("static", f"static INT8 in and out: {SHORT}", "PyTorch", 1.25, 1.6, _against_pytorch),
     Aim("short", f"16 bit in and out: {SHORT}", "PyTorch", 1.0, 1.2, _against_pytorch),
     Aim("long", "4,096 to 32,768 tokens, 64 and 128 channels", "PyTorch", 1.2, 1.4, _against_pytorch),
+    Aim("long", "the same", "SageAttention2's CUDA kernels, another run", 1.0, 1.15, _sageattention2),
     Aim("causal", "causal, grouped heads, both", "PyTorch", 1.1, 1.3, _against_pytorch),
     Aim("masks", "padding, causal mask, band: time", "the call without a mask", 1.05, None, _masked, cost=True),
     Aim("masks", "padding, causal mask, band", "PyTorch with the mask", 1.0, None, _against_pytorch),
@@ -120,10 +127,12 @@ def load(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of all cases, of each that of the newest file that has it, and the files' lines."""
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     lines = []
+    rivals: dict[str, float] = {}  # TOP/s
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
         found, about = (_of_decode(path), {}) if "records" in document else (document["rows"], document["about"])
         about = about or Results.load(path).machine
+        rivals |= document.get("sageattention2", {})
         keys = {(row["row"], row["case"]) for row in found}
         for key in keys:
             rows[key] = [row for row in found if (row["row"], row["case"]) == key and row.get("us")]
@@ -131,7 +140,18 @@ def load(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
             f"`{path.stem}`: {about.get('device')}, torch {about.get('torch')}, commit {about.get('commit')}, "
             f"{str(about.get('date'))[:10]}"
         )
-    return [row for found in rows.values() for row in found], lines
+    every = [row for found in rows.values() for row in found]
+    for row in every:
+        if row["case"] in rivals:
+            row["us"]["sageattention2"] = operations(row["case"]) / rivals[row["case"]] / 1e6
+    return every, lines
+
+
+def operations(case: str) -> float:
+    """Of a dense case by its name: 4 B H N N D, half of them if causal."""
+    shape, _, kind = case.partition(", ")
+    batch, heads, tokens, width = (int(n.split("/")[0].replace(",", "")) for n in shape.split(" x "))
+    return 4.0 * batch * heads * tokens**2 * width / (2 if kind == "causal" else 1)
 
 
 def _of_decode(path: Path) -> list[dict[str, Any]]:
