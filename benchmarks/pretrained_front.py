@@ -45,7 +45,7 @@ BATCH = 64
 VARIANTS = ("sage_b", "sage_vb", "sage2_int8")
 _EXAMPLES = 8  # that the noise of a layer is measured on
 _BATCH = 8
-_GRAPHS = {"triton.cudagraphs": True}
+_GRAPHS: dict[str, Any] = {"triton.cudagraphs": True}
 
 
 def call_name(operands: Operands) -> str:
