@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.attention_oracle import float32_attention
 from qframework import calibrate_attention, sage_attention_varlen
 from qframework.kernels.attention import hopper, hopper_packed
-from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values
+from qframework.kernels.attention.operands import Bias
 from qframework.kernels.attention.pipeline import _attend_triton
 from qframework.kernels.attention.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.variants import resolve
@@ -36,16 +36,8 @@ from qframework.outputs import output_file
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLUSH_BYTES = 128 * 2**20
 KEY_BIAS = 2.0
-# Forms of the kernel with a loading warp by channels: changes to hopper_loads.Form; results must be equal.
-FORMS: dict[int, dict[str, dict[str, Any]]] = {
-    64: {
-        "as it is": {},
-        "three stages": {"stages": 3},
-        "P V first": {"early": True},
-        **{f"three warpgroups, {n} stages": {"groups": 3, "early": True, "stages": n} for n in (2, 3, 4)},
-    },
-    128: {"as it is": {}, "P V first": {"early": True}},
-}
+# Forms of the kernel with a loading warp: changes to hopper_loads.Form; results must be equal.
+FORMS: dict[str, dict[str, Any]] = {"as it is": {}, "two stages": {"stages": 2}, "three stages": {"stages": 3}}
 MIXES = {
     "geometric": [8192, 4096, 4096, 2048, 2048, 2048, 1024, 1024, 1024, 1024, 512, 512, 512, 512, 512, 512],
     "odd": [7001, 5003, 3999, 3001, 2047, 1777, 1500, 1111, 999, 777, 555, 333, 222, 111],
@@ -173,28 +165,19 @@ def changed_form(changes: dict[str, Any]) -> Iterator[None]:
 
 
 def case_forms(shape: list[int], name: str, rounds: int) -> dict[str, Any]:
-    """The kernel alone of a variant in the FORMS, and how far their results are apart.
-
-    ``unquantized`` has another kernel with up to 64 channels, which is timed beside.
-    """
+    """The kernel alone of a variant that :func:`can_prepare` in the FORMS, and how far their results are apart."""
     batch, heads, tokens, width = shape
     q, k, v = dense_operands(batch, heads, heads, tokens, width, torch.float16)
     variant = resolve(name)
-    exact = not variant.quantizes_qk
-    factor = width**-0.5 * LOG2_E if exact else 1.0
-    given = (q, k, v, variant, width**-0.5, True)
-    prepared = (QuantizedQK(q, None, k, None, width, factor=factor), Values(v)) if exact else prepare_triton(*given)
-    first = hopper.attention_hopper(*prepared, variant, factor, Bias(), q.dtype)[0]
+    prepared = prepare_triton(q, k, v, variant, width**-0.5, True)
+    first = _attend_triton(*prepared, Bias(), variant, q.dtype, False, None)[0]
     calls: dict[str, Callable[[], Any]] = {}
-    if exact:
-        whole = functools.partial(_attend_triton, *prepared, Bias(), variant, q.dtype, False, None)
-        calls["as called"] = whole
     apart, problems = {}, {}
-    for form, changes in FORMS[width].items():
+    for form, changes in FORMS.items():
 
         def call(changes=changes) -> Tensor:
             with changed_form(changes):
-                return hopper.attention_hopper(*prepared, variant, factor, Bias(), q.dtype)[0]
+                return _attend_triton(*prepared, Bias(), variant, q.dtype, False, None)[0]
 
         try:
             out = call()
@@ -456,7 +439,7 @@ def cases(names: list[str], rounds: int, part: str) -> list[tuple[Callable[..., 
         "forms": [
             (case_forms, ([batch, 32, tokens, width], name, rounds))
             for batch, tokens, width in ((4, 4096, 64), (4, 4096, 128), (1, 16384, 64))
-            for name in ("sage2_int8", "integer_exp", "unquantized")
+            for name in ("sage2_int8", "integer_exp")
         ],
     }
     return [case for name in (part.split(",") if part else parts) for case in parts[name]]

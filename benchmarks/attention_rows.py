@@ -66,6 +66,7 @@ class Case(NamedTuple):
         return f"{self.batch} x {heads} x {self.tokens:,} x {self.width}{kind}"
 
 
+LONG_TOKENS = 8192  # from which the memory-efficient kernel, never the fastest without a mask, is left out
 LONG = ("auto", "integer_exp", "sage2_int8", "sage2pp_int8", "unquantized")
 HEADS = (32, 40, 48, 72, 80, 96, 112, 160, 192, 256)
 ROWS: dict[str, list[Case]] = {
@@ -181,9 +182,9 @@ def ours_of(case: Case, x: Operands) -> Calls:
     if case.kind in ("padding", "causal mask", "band"):
         plain = Operands(x.q, x.k, x.v, None, case.kind == "causal mask")
         calls["auto, no mask"] = functools.partial(_ours, plain, "auto", grouped)
-    if "integer_exp" in case.ours:
-        given = (x.q, x.k, x.v, resolve("integer_exp"), case.width**-0.5, True)
-        calls["integer_exp, pass"] = functools.partial(prepare_triton, *given)
+    for name in {"integer_exp", "sage2_int8"} & set(case.ours):
+        given = (x.q, x.k, x.v, resolve(name), case.width**-0.5, True)
+        calls[f"{name}, pass"] = functools.partial(prepare_triton, *given)
     return calls
 
 
@@ -213,7 +214,8 @@ def peers_of(case: Case, x: Operands) -> Calls:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(x.q, x.k, x.v, mask, is_causal=x.causal, enable_gqa=grouped)
 
-    return {name: functools.partial(call, backend) for name, backend in PEERS.items()}
+    peers = [name for name in PEERS if name != "efficient" or case.tokens < LONG_TOKENS]
+    return {name: functools.partial(call, PEERS[name]) for name in peers}
 
 
 def _aligned(mask: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ def form_of(
         *keys_in,
         *values_in,
         block_n=128 if sum(values_in) <= most else 64,
-        stages=2,
+        stages=3 if variant.exponential == "integer" and wider <= 64 and not masked else 2,
         shares_out=False,
         q_span=q_span,
         k_span=k_span,
@@ -242,11 +242,10 @@ def shared_bytes(form: Form, added: Added = NOTHING) -> int:
     """Bytes of shared memory that tiles of this form take, without barriers."""
     operand, value = 1 if form.q_span else 2, 1 if form.fp8 else 2
     d, dv = form.block_d + form.rest_d, form.block_dv + form.rest_dv
-    rows = form.groups * ROWS
-    queries = rows * d * operand + (0 if form.shares_out else rows * dv * 2)
+    queries = BLOCK_M * d * operand + (0 if form.shares_out else BLOCK_M * dv * 2)
     stage = form.block_n * (d * operand + dv * value)
     bias = {"tile": form.stages * form.block_n, "factors": form.columns}.get(form.bias, 0)
-    return queries + form.stages * stage + rows * bias * added.itemsize
+    return queries + form.stages * stage + BLOCK_M * bias * added.itemsize
 
 
 def attention_hopper(
@@ -274,7 +273,7 @@ def attention_hopper(
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=v.device) if lse else None
     out = query_memory_order(batch, heads, tokens, values, qk.q, dtype)
     q_scale, k_scale = (out if scale is None else scale for scale in (qk.q_scale, qk.k_scale))
-    items = cdiv(tokens, form.groups * ROWS) * heads * batch
+    items = cdiv(tokens, BLOCK_M) * heads * batch
     uneven = bias.causal or masked
     cached = _heads_in_cache(qk.k, v) * (heads // qk.k.shape[1])
     at_once = _divisor(heads * batch, min(cached, 32)) if uneven else 1

@@ -112,7 +112,6 @@ if HAS_GLUON:
         # Wide heads have no registers left for a bias that waits for products.
         LATE: gl.constexpr = FORM.bias != "none" and FORM.bias != "factors" and FORM.block_dv + FORM.rest_dv > 80
         VALUE_SLICES: gl.constexpr = 2 if FORM.rest_dv > 0 else 1
-        EARLY: gl.constexpr = FORM.early
         DTYPE: gl.constexpr = shared[4].dtype
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if INT8 else 16])
         RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32 if FP8 else 16])
@@ -135,12 +134,7 @@ if HAS_GLUON:
             values, values_rest = start_values(weights, shared, before, acc, acc_rest, FORM)
             if NATURAL and not LATE:
                 added = bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
-            if EARLY:
-                acc, acc_rest, weights = finish_values(values, values_rest, weights, FORM)
-                mbarrier.arrive(v_free.index(before), count=1)
-                if FP8:
-                    acc = added_values(acc, acc_rest, pending)
-            products = warpgroup_mma_wait(0 if EARLY else VALUE_SLICES, deps=(products,))
+            products = warpgroup_mma_wait(VALUE_SLICES, deps=(products,))
             if LATE:
                 added = bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
             if NATURAL:
@@ -168,12 +162,10 @@ if HAS_GLUON:
             # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
             next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
-            if not EARLY:
-                acc, acc_rest, weights = finish_values(values, values_rest, weights, FORM)
-                mbarrier.arrive(v_free.index(before), count=1)
+            acc, acc_rest, weights = finish_values(values, values_rest, weights, FORM)
+            mbarrier.arrive(v_free.index(before), count=1)
             if FP8:
-                if not EARLY:
-                    acc = added_values(acc, acc_rest, pending)
+                acc = added_values(acc, acc_rest, pending)
                 pending = rescale
                 weights = settled(p)  # in words, which warpgroup_mma_wait takes
             else:
@@ -221,7 +213,7 @@ if HAS_GLUON:
         PACKED: gl.constexpr = FORM.packed
         LSE: gl.constexpr = FORM.lse
         # Blocks beside the first visited that may be kept in part.
-        SEVERAL: gl.constexpr = FORM.masked or (CAUSAL and FORM.block_n < FORM.groups * _ROWS)
+        SEVERAL: gl.constexpr = FORM.masked or (CAUSAL and FORM.block_n < _BLOCK_M)
         # Where all keys are masked the maximum is finite, so that their weights are 0.
         LEAST: gl.constexpr = LOWEST if NATURAL else (-1e30 if SEVERAL or FORM.packed else float("-inf"))
         DTYPE: gl.constexpr = descs[4].dtype
@@ -238,7 +230,7 @@ if HAS_GLUON:
         q_phase = 0
         for work in range(gl.program_id(0), number_of_items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
             tile, h, b, q_start, N, _k_start, NK = item_of(work, plan_ptr, sizes, FORM)
-            first = (tile * FORM.groups + WHO) * _ROWS
+            first = tile * _BLOCK_M + WHO * _ROWS
             row = first + gl.arange(0, _ROWS, layout=ROW)
             k_scales = k_scale_ptr + (b * (H // GROUP) + h // GROUP) * k_groups
             blocks, partial, entry = blocks_of(tile, h, b, NK, mask, CAUSAL, FORM)
@@ -403,25 +395,24 @@ if HAS_GLUON:
         SHARES_OUT: gl.constexpr = FORM.shares_out
         TILE: gl.constexpr = FORM.bias == "tile"
         FACTORS: gl.constexpr = FORM.bias == "factors"
-        GROUPS: gl.constexpr = FORM.groups
-        q_tiles = buffers(GROUPS, q_desc)
+        q_tiles = buffers(2, q_desc)
         k_stages = buffers(STAGES, k_desc)
         v_stages = buffers(STAGES, v_desc)
         q_rest = q_tiles
         k_rest = k_stages
         v_rest = v_stages
         if REST > 0:
-            q_rest = buffers(GROUPS, q_rest_desc)
+            q_rest = buffers(2, q_rest_desc)
             k_rest = buffers(STAGES, k_rest_desc)
         if REST_DV > 0:
             v_rest = buffers(STAGES, v_rest_desc)
         out_tiles = q_tiles
         out_rest = q_rest
         if not SHARES_OUT:
-            out_tiles = buffers(GROUPS, out_desc)
+            out_tiles = buffers(2, out_desc)
             out_rest = out_tiles
             if REST_DV > 0:
-                out_rest = buffers(GROUPS, out_rest_desc)
+                out_rest = buffers(2, out_rest_desc)
         bias_tiles = q_tiles
         if TILE:
             bias_tiles = gl.allocate_shared_memory(
@@ -430,20 +421,20 @@ if HAS_GLUON:
         if FACTORS:
             COLUMNS: gl.constexpr = FORM.columns
             bias_tiles = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, _ROWS, COLUMNS], bias_desc.layout)
-        q_ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-        q_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+        q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(GROUPS):
+        for i in gl.static_range(2):
             mbarrier.init(q_ready.index(i), count=1)
             mbarrier.init(q_free.index(i), count=1)
         for i in gl.static_range(STAGES):
             mbarrier.init(k_ready.index(i), count=1)
             mbarrier.init(v_ready.index(i), count=1)
-            mbarrier.init(k_free.index(i), count=GROUPS)
-            mbarrier.init(v_free.index(i), count=GROUPS)
+            mbarrier.init(k_free.index(i), count=2)
+            mbarrier.init(v_free.index(i), count=2)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
         descs = (
@@ -456,42 +447,14 @@ if HAS_GLUON:
         mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)
         bias = (bias_ptr, bias_batch, bias_head, bias_token)
         plan = plan_ptr
-        # Warps and registers of the second and those that follow; the first gets the rest.
-        if GROUPS == 3:
-            gl.warp_specialize(
-                [
-                    (
-                        _consume,
-                        (gl.constexpr(0), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM),
-                    ),
-                    (
-                        _consume,
-                        (gl.constexpr(1), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM),
-                    ),
-                    (
-                        _consume,
-                        (gl.constexpr(2), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM),
-                    ),
-                    (load_all, (descs, shared, barriers, sizes, plan, mask, CAUSAL, FORM)),
-                ],
-                [4, 4, 1],
-                [160, 160, 24],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (
-                        _consume,
-                        (gl.constexpr(0), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM),
-                    ),
-                    (
-                        _consume,
-                        (gl.constexpr(1), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM),
-                    ),
-                    (load_all, (descs, shared, barriers, sizes, plan, mask, CAUSAL, FORM)),
-                ],
-                [4, 1],
-                [240, 24],
-            )
+        gl.warp_specialize(
+            [
+                (_consume, (gl.constexpr(0), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM)),
+                (_consume, (gl.constexpr(1), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM)),
+                (load_all, (descs, shared, barriers, sizes, plan, mask, CAUSAL, FORM)),
+            ],
+            [4, 1],  # warps of the second and third
+            [240, 24],  # their registers; the first gets the rest
+        )
 
     kernel: Any = _specialized_attention_kernel

@@ -40,8 +40,6 @@ class Form(NamedTuple):
     p_shift: float = 0.0  # log2 of the quantized 1 in P
     packed: bool = False  # sequences follow each other in memory, and items are those of packed_items.py
     lse: bool = False  # the log-sum-exp of logits is stored, too; without bias and mask, and with exact exponentials
-    groups: int = 2  # warpgroups of 64 queries each; 3 without a mask, a bias and packed sequences
-    early: bool = False  # P V of the block before is waited for ahead of the weights, which then get its registers
 
 
 if HAS_GLUON:
@@ -88,7 +86,7 @@ if HAS_GLUON:
             q_start, queries = gl.load(item + 3), gl.load(item + 4)
             k_start, keys = gl.load(item + 5), gl.load(item + 6)
         else:
-            tile, h, b = _place(work, gl.cdiv(N, FORM.groups * _ROWS), H, HEADS_AT_ONCE, BATCHES_AT_ONCE)
+            tile, h, b = _place(work, gl.cdiv(N, _BLOCK_M), H, HEADS_AT_ONCE, BATCHES_AT_ONCE)
             q_start = 0
             queries = N
             k_start = 0
@@ -126,9 +124,9 @@ if HAS_GLUON:
         else:
             end = NK
             if CAUSAL:
-                end = gl.minimum(NK, (tile + 1) * (FORM.groups * _ROWS))
+                end = gl.minimum(NK, (tile + 1) * _BLOCK_M)
             blocks = gl.maximum(gl.cdiv(end, BLOCK_N), 1)  # packed sequences may have no key
-            partial = gl.minimum((FORM.groups * _ROWS + BLOCK_N - 1) // BLOCK_N if CAUSAL else 1, blocks)
+            partial = gl.minimum(IN_ONE if CAUSAL else 1, blocks)
             entry = tile
         return blocks, partial, entry
 
@@ -145,7 +143,7 @@ if HAS_GLUON:
 
     @gluon.jit
     def _load_queries(item, descs, shared, barriers, q_phase, mask, FORM: gl.constexpr):
-        """All warpgroups' queries, and their factors of relative positions within a row of the image."""
+        """Both warpgroups' queries, and their factors of relative positions within a row of the image."""
         tile, h, b, q_start, queries, _, _ = item
         q_desc, q_rest_desc, bias_desc = descs[0], descs[1], descs[8]
         q_tiles, q_rest, bias_tiles = shared[0], shared[1], shared[8]
@@ -153,11 +151,10 @@ if HAS_GLUON:
         D: gl.constexpr = FORM.block_d
         REST: gl.constexpr = FORM.rest_d
         FACTORS: gl.constexpr = FORM.bias == "factors"
-        GROUPS: gl.constexpr = FORM.groups
         REST_BYTES: gl.constexpr = q_rest_desc.block_type.nbytes if REST > 0 else 0
         BIAS_BYTES: gl.constexpr = bias_desc.block_type.nbytes if FACTORS else 0
-        for who in gl.static_range(GROUPS):
-            first = (tile * GROUPS + who) * _ROWS
+        for who in gl.static_range(2):
+            first = tile * _BLOCK_M + who * _ROWS
             ready = q_ready.index(who)
             mbarrier.wait(q_free.index(who), q_phase)
             mbarrier.expect(ready, q_desc.block_type.nbytes + REST_BYTES + BIAS_BYTES)

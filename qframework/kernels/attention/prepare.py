@@ -47,7 +47,6 @@ from qframework.kernels.runtime.triton import tl, triton
 PARTS = 16  # sums of a head's keys: enough programs to fill a chip, few enough for every tile to add them
 TILE = QUERY_BLOCK
 SAMPLE = 256  # keys of a mean, at least
-V_WORDS = True
 SAMPLE_PARTS = 4  # of fewer than twice as many keys: one for each tile
 
 
@@ -149,18 +148,9 @@ def _quantized_tile(
 @triton.jit
 def _values(v, seen, head, HKV, n, NK, d, DV):
     """Values of keys ``n``, and which of them exist and are seen; others are 0."""
-    used = (_seen(seen, head // HKV, head % HKV, n, NK))[:, None] & (d < DV)[None, :]
+    used = _seen(seen, head // HKV, head % HKV, n, NK)[:, None] & (d < DV)[None, :]
     ptrs = v.data + head // HKV * v.batch + head % HKV * v.head + n[:, None] * v.token + d[None, :]
     return tl.load(ptrs, mask=used, other=0.0), used
-
-
-@triton.jit
-def _e4m3(x, used, inverse, V_RANGE: tl.constexpr):
-    y = tl.where(used, x.to(tl.float32) * inverse, 0.0)
-    y = tl.minimum(tl.maximum(y, -V_RANGE), V_RANGE)
-    if INTERPRETED:  # its casts truncate
-        y = round_to_e4m3(y)
-    return y.to(tl.float8e4nv)
 
 
 @triton.jit(do_not_specialize=["N", "NK", "Q_PROGRAMS", "K_PROGRAMS"])
@@ -195,7 +185,6 @@ def _prepare_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    V_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Grid (tiles of Q, then of K, then of V of all heads,)."""
@@ -242,22 +231,14 @@ def _prepare_kernel(
                 tl.store(v_scale_ptr + head * DV + d, v_scale, mask=d < DV)
             inverse = tl.math.div_rn(1.0, v_scale)[None, :]
             padded = v_out.token  # a channel has so many keys
-            if V_WORDS:
-                # Four neighbouring keys of a channel as a word: bytes would be transposed one by one.
-                word = first // 4 + tl.arange(0, TILE // 4)
-                words = tl.zeros((TILE // 4, BLOCK_D), tl.int32)
-                for i in tl.static_range(4):
-                    x, used = _values(v, seen, head, HKV, key_of_pair(word * 4 + i), NK, d, DV)
-                    bits = _e4m3(x, used, inverse, V_RANGE).to(tl.int8, bitcast=True)
-                    words |= (bits.to(tl.int32) & 0xFF) << (8 * i)
-                ptrs = out.to(tl.pointer_type(tl.int32), bitcast=True) + d[:, None] * (padded // 4) + word[None, :]
-                tl.store(ptrs, tl.trans(words), mask=(d < DV)[:, None] & (word * 4 < padded)[None, :])
-            else:
-                place = first + tl.arange(0, TILE)
-                x, used = _values(v, seen, head, HKV, key_of_pair(place), NK, d, DV)
-                y = tl.trans(_e4m3(x, used, inverse, V_RANGE))
-                inside = (d < DV)[:, None] & (place < padded)[None, :]
-                tl.store(out + d[:, None] * padded + place[None, :], y, mask=inside)
+            place = first + tl.arange(0, TILE)
+            x, used = _values(v, seen, head, HKV, key_of_pair(place), NK, d, DV)
+            y = tl.where(used, x.to(tl.float32) * inverse, 0.0)
+            y = tl.minimum(tl.maximum(y, -V_RANGE), V_RANGE)
+            if INTERPRETED:  # its casts truncate
+                y = round_to_e4m3(y)
+            y = tl.trans(y.to(tl.float8e4nv))
+            tl.store(out + d[:, None] * padded + place[None, :], y, mask=(d < DV)[:, None] & (place < padded)[None, :])
         else:
             n = first + tl.arange(0, TILE)
             x, _ = _values(v, seen, head, HKV, n, NK, d, DV)
@@ -414,7 +395,6 @@ def prepare_triton(
         PARTS=PARTS,
         TILE=TILE,
         BLOCK_D=block_d,
-        V_WORDS=V_WORDS,
         num_warps=warps(block_d),
     )
     qk = QuantizedQK(q8, q_scale, k8, k_scale, channels, k_norm=statistics.norm)
