@@ -277,7 +277,12 @@ def measure_packed(case: Case, rounds: int) -> dict[str, Any]:
     error = error_of(call()[last].transpose(0, 1)[None], one)
     calls: Calls = {"packed": call, "dense": functools.partial(_ours, dense, "auto", False)}
     times = Runs(calls).times(rounds) if rounds else {}
-    return {"us": times, "error": {"packed": error}, "work": round(sum(n * n for n in lengths) / (4 * tokens**2), 4)}
+    return {
+        "us": times,
+        "error": {"packed": error},
+        "refused": {},
+        "work": round(sum(n * n for n in lengths) / (4 * tokens**2), 4),
+    }
 
 
 def compile_ahead(rows: Sequence[str], jobs: int, limit: float) -> None:
@@ -348,6 +353,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             row["failed"] = f"{type(error).__name__}: {error}"[:400]
             failed = True
         torch.cuda.empty_cache()
+        if not given.rounds and ("failed" in row or "auto" in row["refused"]):
+            print(json.dumps(row), flush=True)
         if given.rounds:
             rows.append(row)
             print(json.dumps(row), f"{time.monotonic() - began:.0f} s", flush=True)
