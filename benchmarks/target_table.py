@@ -99,8 +99,11 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no missing measurement can change the verdict."""
-        return bool(self.wrong) or (self.measured == len(self.target.cases) and not self.open)
+        """Whether no missing measurement can change the verdict: another peer cannot make a miss a success."""
+        if self.wrong:
+            return True
+        missed = self.target.must is not None and not self.target.reached(self.worst, self.target.must)
+        return self.measured == len(self.target.cases) and (missed or not self.open)
 
     @property
     def verdict(self) -> str:
@@ -189,8 +192,14 @@ def _compare(target: Target, run: Sequence[Record]) -> dict[tuple[str, str], tup
 
 
 def _why_absent(peer: str, target: Target, records: Sequence[Record]) -> str:
-    """Empty if ``peer`` has a value for every case, "open" if it may still get one, else its status."""
-    seen = [record for record in records if record.provider == peer and target.case(record) in target.cases]
+    """Empty if ``peer``, or its form by blocks, has a value for every case, "open" if it may still get one, else its
+    status.
+    """
+    cases = [record for record in records if target.case(record) in target.cases]
+    by_blocks = {target.case(each) for each in cases if each.provider == f"{peer}_blocks" and target.value(each)}
+    if by_blocks == set(target.cases):
+        return ""
+    seen = [record for record in cases if record.provider == peer]
     if {target.case(record) for record in seen} < set(target.cases):
         return "open"
     valueless = [record for record in seen if not target.value(record)]
@@ -277,8 +286,9 @@ ANY_STATIC = (*STATIC, *(f"qframework_static{form}" for form in BEFORE))
 ANY_DYNAMIC = (*DYNAMIC, *(f"qframework_dynamic{form}" for form in BEFORE))
 FAST_16_BIT = ("fp16_compiled", "fp16_max_autotune")
 TORCHAO_FP8 = ("torchao_fp8_rowwise", "torchao_fp8_tensorwise")
+# FP16 under max-autotune is no required peer at batch 256: FP8 was 1.04 to 1.2 times as fast in every run with both.
 ALSO = (
-    "fp16", "fp16_compiled_graphs", "torchao_int8_dynamic",
+    "fp16", "fp16_max_autotune", "fp16_compiled_graphs", "torchao_int8_dynamic",
     *(f"{name}_{form}" for name in TORCHAO_FP8 for form in ("blocks", "max_autotune")),
 )  # fmt: skip
 
@@ -290,7 +300,7 @@ def _model_targets(model: str, must: float, aim: float) -> list[Target]:
     def faster(mode: str, ours: tuple[str, ...], must: float, aim: float) -> Target:
         return Target(
             what=f"{what}, {mode}", against="best of FP16 compiled and torchao FP8", benchmark="vit_gpu",
-            subjects=subjects, ours=ours, peers=(*FAST_16_BIT, *TORCHAO_FP8), also=ALSO, must=must, aim=aim,
+            subjects=subjects, ours=ours, peers=("fp16_compiled", *TORCHAO_FP8), also=ALSO, must=must, aim=aim,
         )  # fmt: skip
 
     memory = Target(
