@@ -52,7 +52,7 @@ def _channel_factor(node: Node, value: Node, constants: Constants) -> Node | Non
     x, factor = argument(node, 0, "input", "self"), argument(node, 1, "other")
     if factor is value:
         x, factor = factor, x
-    fake, constant = fake_value(value), constants.value(factor)
+    fake, constant = fake_value(value), constants.on_cpu(factor)
     if x is not value or constant is None or fake is None or constant.dim() != 1:
         return None
     fits = constant.numel() == fake.shape[-1] and constant.is_floating_point()

@@ -136,7 +136,7 @@ def _zero_points(node: Any, constants: Constants) -> int | None:
     """0 if all are zero, else the largest magnitude; None if they are unknown."""
     if node is None:
         return 0
-    value = constants.value(node)
+    value = constants.on_cpu(node)
     return None if value is None else int(value.abs().max()) if value.numel() else 0
 
 
@@ -152,7 +152,7 @@ def _require_int8(role: str, quant_min: Any, quant_max: Any, dtype: Any) -> None
 
 
 def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -> None:
-    values = torch.tensor(scale) if isinstance(scale, float) else constants.value(scale)
+    values = torch.tensor(scale) if isinstance(scale, float) else constants.on_cpu(scale)
     if values is not None and not bool(((values > 0) & values.isfinite()).all()):
         worst = float(values[~((values > 0) & values.isfinite())].flatten()[0])
         raise QFrameworkError(

@@ -1,16 +1,19 @@
 """Compiles our kernels in parallel with Inductor instead of at their first launch.
 
 Shapes, strides and dtypes of the operands in the lowered graph determine an operator's kernel. A background thread
-passes all kernels to Triton, whose compiler releases the GIL, and loads them. Graphs with symbolic sizes, CPUs and
-Triton's interpreter have nothing to compile ahead of time.
+passes all kernels to Triton, whose compiler releases the GIL, and loads them. Kernels that a process with the same
+cache of kernels compiled before are loaded behind Inductor instead: loading is Python, and two threads would wait for
+the GIL at each file that one of them reads. Graphs with symbolic sizes, CPUs and Triton's interpreter have nothing to
+compile ahead of time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,9 +22,11 @@ from torch import Tensor
 from torch.cuda import device as current_device
 from torch.fx import GraphModule, Node
 
+from qframework.backend.cache_key import hash_of_package
 from qframework.compat.operators import schema
-from qframework.compat.triton import compile_in, finished, launcher
+from qframework.compat.triton import compile_in, finished, is_noted, launcher, note
 from qframework.graph.nodes import argument, fake_value
+from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.operator import Operator, operator_of
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
@@ -49,6 +54,7 @@ class _Like(NamedTuple):
 class _Call(NamedTuple):
     """A call of one of our operators; equal calls need the same kernel."""
 
+    name: str  # of the operator
     operator: Operator[Any]
     arguments: tuple[Any, ...]
 
@@ -85,11 +91,22 @@ def warm_up(gm: GraphModule) -> Iterator[None]:
     if not calls:
         yield
         return
+    key = _attempt(_key, calls)
+    cached = key is not None and bool(_attempt(is_noted, key))
     with ThreadPoolExecutor(1, "qframework-warm-up") as background:
-        compiled = background.submit(_compile, calls)
+        compiled = None if cached else background.submit(_compile, calls)
         yield
+        compiled = compiled or background.submit(_compile, calls)
     if error := compiled.exception():
         _log(error)
+    elif compiled.result() and key is not None and not cached:
+        _attempt(note, key)
+
+
+def _key(calls: Sequence[_Call]) -> str:
+    """Equal in processes that compile the same kernels of this package for the same chips."""
+    kernels = (f"{call.name} {call.arguments} {chip_of(call.device)}" for call in calls)
+    return hashlib.sha256("\0".join([hash_of_package(), *kernels]).encode()).hexdigest()
 
 
 def _call(node: Node) -> _Call | None:
@@ -103,7 +120,7 @@ def _call(node: Node) -> _Call | None:
     if None in likes.values():
         return None
     known = (tuple(map(likes.get, value)) if isinstance(value, list) else likes.get(value, value) for value in given)
-    call = _Call(operator, tuple(known))
+    call = _Call(str(node.target), operator, tuple(known))
     return call if call.device.type == "cuda" else None
 
 
@@ -118,14 +135,17 @@ def _like(node: Node) -> _Like | None:
     return _Like(tuple(fake.shape), fake.stride(), int(fake.storage_offset()), fake.dtype, fake.device)
 
 
-def _compile(calls: list[_Call]) -> None:
-    """Compile all calls in parallel. Runs in a separate thread, because Triton's mode is local to the thread."""
+def _compile(calls: list[_Call]) -> bool:
+    """Compile all calls in parallel; returns whether all could be.
+
+    Runs in a separate thread, because Triton's mode is local to the thread.
+    """
     workers = min(len(calls), os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "qframework-compile") as pool, compile_in(pool):
-        started = [(kernel, call.device) for call in calls for kernel in _attempt(_start, call) or ()]
-        different = {id(kernel): (kernel, device) for kernel, device in started}
-        for kernel, device in different.values():
-            _attempt(_load, kernel, device)
+        started = [(_attempt(_start, call), call.device) for call in calls]
+        different = {id(kernel): (kernel, device) for kernels, device in started for kernel in kernels or ()}
+        loaded = [_attempt(_load, kernel, device) for kernel, device in different.values()]
+    return all(loaded) and all(kernels is not None for kernels, _ in started)
 
 
 def _start(call: _Call) -> tuple[Any, ...]:
@@ -135,14 +155,16 @@ def _start(call: _Call) -> tuple[Any, ...]:
     return tuple(kernels) if isinstance(kernels, list) else () if kernels is None else (kernels,)
 
 
-def _load(kernel: Any, device: torch.device) -> None:
+def _load(kernel: Any, device: torch.device) -> bool:
     """Wait for a kernel, and load it onto the GPU."""
     compiled = finished(kernel)
     with current_device(device):
         launcher(compiled, (1, 1, 1))  # creating the launcher loads the kernel
+    return True
 
 
 def _attempt(step: Callable[..., Any], *arguments: Any) -> Any:
+    """The step's result; None if it failed, which is logged."""
     try:
         return step(*arguments)
     except Exception as error:  # noqa: BLE001 (the launch itself raises the error again)

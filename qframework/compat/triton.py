@@ -34,6 +34,7 @@ gdc_launch_dependents: Any = None  # in a kernel: let the next one start
 if importlib.util.find_spec("triton") is not None:
     with explained():
         import triton
+        from triton.runtime.cache import get_cache_manager
         from triton.tools import tensor_descriptor
 
         TensorDescriptor = tensor_descriptor.TensorDescriptor
@@ -49,6 +50,19 @@ launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem
 def current_target() -> Any:
     """Triton's compilation target on the current device: ``backend`` and ``arch``."""
     return triton.runtime.driver.active.get_current_target()
+
+
+_NOTE = "compiled"  # a file's name
+
+
+def is_noted(key: str) -> bool:
+    """Whether ``note(key)`` was called with Triton's present cache, in any process; ``key`` is in hexadecimal."""
+    return bool(get_cache_manager(key).has_file(_NOTE))
+
+
+def note(key: str) -> None:
+    """Put an empty file for this key into Triton's cache."""
+    get_cache_manager(key).put("", _NOTE, binary=False)
 
 
 @explained()
@@ -206,7 +220,9 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "is_descriptor",
+    "is_noted",
     "launch_hooks_are_set",
     "launch_of_addresses",
     "launcher",
+    "note",
 ]

@@ -214,6 +214,11 @@ class Constants:
             return None
         return tensor if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) else None
 
+    def on_cpu(self, node: object) -> Tensor | None:
+        """As ``value``, but on the CPU: on a GPU, the first comparison or reduction of a process loads its kernel."""
+        value = self.value(node)
+        return value if value is None or value.is_meta else value.detach().cpu()
+
     def input_index(self, node: Node) -> int | None:
         """Position of a placeholder among the graph's inputs, None for an attribute."""
         return self._inputs[node][0] if node in self._inputs else None

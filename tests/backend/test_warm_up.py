@@ -26,6 +26,7 @@ from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
+from qframework.compat.triton import is_noted
 from qframework.graph.nodes import fake_value
 from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import launch as int8_linear_launch
@@ -68,9 +69,11 @@ class Compiled:
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """A GPU for Triton to look at, and an empty cache of kernels."""
+def hopper(monkeypatch, tmp_path):
+    """A GPU for Triton to look at, and empty caches of kernels."""
     import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     from triton.backends.compiler import GPUTarget
 
     utils = SimpleNamespace(
@@ -90,6 +93,7 @@ def hopper(monkeypatch):
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
         monkeypatch.setattr(kernel, "compile", None, raising=False)  # set by create_binder; put back afterwards
+    monkeypatch.setattr(warm_up_module, "chip_of", lambda _: ((9, 0), 132))
     monkeypatch.setattr(int8_linear_launch, "chip_of", lambda _: ((9, 0), 132))
     monkeypatch.setattr(
         int8_linear_launch, "tile_for", lambda _, m, n, k, *rest: choose_tile(m, n, k, (9, 0), 132, *rest)
@@ -300,6 +304,10 @@ def quantized_graph():
     return as_if_on_cuda(GRAPHS["static"](Block().eval(), example())[0])
 
 
+def calls_of(gm):
+    return [call for node in gm.graph.nodes if (call := warm_up_module._call(node)) is not None]
+
+
 def refuse(*_, **__):
     raise AssertionError("there is nothing to compile")
 
@@ -347,6 +355,50 @@ def test_compiles_while_the_block_runs_and_waits(compiled, monkeypatch):
         assert compiled == []
         go_on.set()
     assert compiled == ["_int8_linear_kernel"] * 2
+
+
+def test_kernels_of_an_earlier_process_are_loaded_behind_the_block(compiled, monkeypatch):
+    started, compile_calls = threading.Event(), warm_up_module._compile
+
+    def compile(calls):
+        started.set()
+        return compile_calls(calls)
+
+    monkeypatch.setattr(warm_up_module, "_compile", compile)
+    with warm_up(quantized_graph()):
+        assert started.wait(60)
+    started.clear()
+    del compiled[:]
+    for kernel in KERNELS:  # as in a new process
+        kernel.device_caches.clear()
+    with warm_up(quantized_graph()):
+        assert not started.wait(0.1)
+    assert started.is_set()
+    assert compiled == ["_int8_linear_kernel"] * 2
+
+
+def test_other_kernels_and_other_chips_are_not_taken_for_compiled(compiled, monkeypatch):
+    gm = quantized_graph()
+    keys = {warm_up_module._key(calls_of(gm)), warm_up_module._key(calls_of(gm)[:1])}
+    monkeypatch.setattr(warm_up_module, "chip_of", lambda _: ((8, 0), 108))
+    keys.add(warm_up_module._key(calls_of(gm)))
+    monkeypatch.setattr(warm_up_module, "hash_of_package", lambda: "another")
+    keys.add(warm_up_module._key(calls_of(gm)))
+    assert len(keys) == 4
+    assert warm_up_module._key(calls_of(gm)) == warm_up_module._key(calls_of(quantized_graph()))
+    assert "0x" not in repr([(call.name, call.arguments) for call in calls_of(gm)]), (
+        "an address differs in each process"
+    )
+
+
+def test_kernels_that_failed_are_not_taken_for_compiled(compiled, monkeypatch):
+    def compile(src, target, options, _env_vars=None):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr("triton.compiler.compile", compile)
+    with warm_up(quantized_graph()):
+        pass
+    assert not is_noted(warm_up_module._key(calls_of(quantized_graph())))
 
 
 def test_a_failure_is_logged_once_and_left_to_the_launch(compiled, monkeypatch, caplog):
