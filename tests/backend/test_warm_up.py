@@ -28,6 +28,14 @@ from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
 from qframework.compat.triton import is_noted
 from qframework.graph.nodes import fake_value
+from qframework.kernels.attention import hopper as attention_hopper
+from qframework.kernels.attention import hopper_dense
+from qframework.kernels.attention.pipeline import SAGE_ATTENTION
+from qframework.kernels.attention.prepare import _prepare_kernel, _statistics_kernel
+from qframework.kernels.attention.quantize_qk import _attention_quantize_kernel
+from qframework.kernels.attention.quantize_v import _value_quantize_kernel
+from qframework.kernels.attention.quantized_attention import _quantized_attention_kernel
+from qframework.kernels.attention.token_statistics import _block_statistics_kernel
 from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import launch as int8_linear_launch
 from qframework.kernels.linear import tiles as int8_linear_tiles
@@ -38,7 +46,9 @@ from qframework.kernels.linear.quantize_weights import QUANTIZE_WEIGHTS, _quanti
 from qframework.kernels.linear.tiles import choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import DYNAMIC_QUANTIZE, DYNAMIC_QUANTIZE_ALONE, _dynamic_quantize_kernel
+from qframework.kernels.runtime import chip
 from qframework.kernels.runtime import launch as _launch
+from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.operator import OPERATORS
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 from qframework.quantizer import dynamic_int8, static_int8
@@ -46,6 +56,10 @@ from qframework.quantizer import dynamic_int8, static_int8
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 LINEAR_KERNELS = (_int8_linear_kernel, specialized.kernel, _int8_linear_few_rows_kernel, _add_parts_kernel)
 KERNELS = (*LINEAR_KERNELS, _dynamic_quantize_kernel, _quantize_weights_kernel)
+ATTENTION_KERNELS = (
+    _prepare_kernel, _statistics_kernel, _attention_quantize_kernel, _value_quantize_kernel,
+    _quantized_attention_kernel, _block_statistics_kernel,
+)  # fmt: skip
 LAUNCHING = [
     import_module(f"qframework.kernels.{name}") for name in ("quantize", "linear.quantize_weights", "linear.launch")
 ]
@@ -236,6 +250,28 @@ def test_dynamic_quantize_finds_what_was_compiled_ahead(compiled, shape, dtype):
     assert compiled == ["_dynamic_quantize_kernel"]
     DYNAMIC_QUANTIZE.cuda(x, "per_token")
     assert compiled == ["_dynamic_quantize_kernel"], "compiled again"
+
+
+ATTENTION = {
+    "integer_exp": ["_statistics_kernel", "_prepare_kernel", "_specialized_attention_kernel"],
+    "unquantized": ["_streaming_attention_kernel"],
+    "sage_vb": ["_attention_quantize_kernel", "_value_quantize_kernel", "_quantized_attention_kernel"],
+}
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="Hopper's kernels need Gluon")
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_attention_is_compiled_ahead(compiled, monkeypatch, variant):
+    """That a launch needs these kernels: tests/kernels/runtime/test_ahead.py."""
+    monkeypatch.setattr(chip, "_chip_of", lambda _: ((9, 0), 132))
+    monkeypatch.setattr(_launch, "overlap", lambda kernel: ({"OVERLAP": True}, {"launch_pdl": True}))
+    for kernel in (attention_hopper.kernel, hopper_dense.streaming, *ATTENTION_KERNELS):
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+        monkeypatch.setattr(kernel, "compile", None, raising=False)
+    x = on_meta(half(2, 32, 1024, 64))
+    kernels = SAGE_ATTENTION.warm_up(CUDA, SAGE_ATTENTION.arguments(x, x, x, variant=variant))
+    assert len(kernels) >= len(ATTENTION[variant])
+    assert set(compiled) >= set(ATTENTION[variant])
 
 
 def captured(model, x, dynamic=False, **options):

@@ -20,6 +20,7 @@ from qframework.kernels.attention.variants import (
     fits_hopper,
     resolve,
 )
+from qframework.kernels.runtime.ahead import stood_for
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.launch import power_of_2
 
@@ -97,6 +98,7 @@ class Hopper(NamedTuple):
 
 def hopper_of(device: torch.device) -> Hopper | None:
     """The chip, None if it is not Hopper, on which only PyTorch's 16-bit attention keeps up with INT8."""
+    device = stood_for(device)
     if device.type != "cuda" or chip_of(device)[0] != (9, 0):
         return None
     return Hopper(chip_of(device)[1], torch.backends.cuda.cudnn_sdp_enabled())

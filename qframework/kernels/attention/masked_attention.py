@@ -16,6 +16,7 @@ from qframework.kernels.attention.arguments import SageAttentionArguments, check
 from qframework.kernels.attention.mask_blocks import BLOCK, WORDS, MaskBlocks
 from qframework.kernels.attention.pipeline import sage_attention_cpu, sage_attention_triton
 from qframework.kernels.attention.variants import resolve
+from qframework.kernels.runtime.ahead import launches_of
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.launch import cdiv
 from qframework.kernels.runtime.operator import declare, refuse_backward
@@ -89,5 +90,6 @@ MASKED_ATTENTION = declare(
     cpu=lambda x: sage_attention_cpu(x.plain)[0],
     cuda=lambda x: sage_attention_triton(x.plain, x.blocks)[0],
     fake=MaskedAttentionArguments.empty_result,
+    warm_up=launches_of(lambda x: sage_attention_triton(x.plain, x.blocks)),
 )
 refuse_backward("masked_attention")

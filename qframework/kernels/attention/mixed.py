@@ -26,6 +26,7 @@ from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Val
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.variants import AttentionVariant
+from qframework.kernels.runtime.ahead import launches_of
 from qframework.kernels.runtime.checks import check_dtype, check_out_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.operator import declare
@@ -166,6 +167,7 @@ MIXED_ATTENTION = declare(
     cpu=mixed_attention_cpu,
     cuda=mixed_attention_triton,
     fake=MixedAttentionArguments.empty_result,
+    warm_up=launches_of(mixed_attention_triton),
 )
 
 

@@ -57,6 +57,7 @@ from qframework.kernels.attention.variants import (
     token_groups,
     values_dtype,
 )
+from qframework.kernels.runtime.ahead import launches_of
 from qframework.kernels.runtime.chip import capability_of, check_device
 from qframework.kernels.runtime.operator import declare
 
@@ -300,6 +301,7 @@ SAGE_ATTENTION = declare(
     cpu=sage_attention_cpu,
     cuda=sage_attention_triton,
     fake=SageAttentionArguments.empty_result,
+    warm_up=launches_of(sage_attention_triton),
 )
 
 

@@ -26,7 +26,7 @@ from qframework.kernels.attention.token_statistics import (
     block_statistics_ref,
 )
 from qframework.kernels.runtime.checks import check_dtype
-from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.chip import capability_of, check_device
 from qframework.kernels.runtime.launch import launch, power_of_2
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
@@ -45,9 +45,8 @@ def padded_tokens(tokens: int) -> int:
 
 def has_fp8(device: torch.device) -> bool:
     """Whether Triton multiplies E4M3 on ``device``; elsewhere the same numbers are stored in float16."""
-    if INTERPRET or device.type != "cuda":  # the interpreter's FP8 casts truncate
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    capability = capability_of(device)
+    return not INTERPRET and capability is not None and capability >= (8, 9)  # the interpreter's FP8 casts truncate
 
 
 def value_scale(stats: BlockStatistics, tokens: Tensor | int, v_range: float, smooth: bool) -> tuple[Tensor, Tensor]:

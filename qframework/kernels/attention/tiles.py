@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
+
+from qframework.kernels.runtime.chip import capability_of
 
 
 class AttentionTile(NamedTuple):
@@ -44,9 +45,7 @@ def choose_attention_tile(queries: int, head_dim: int, pv: str, capability: tupl
     return AttentionTile(128 if queries > 64 else 64, 64, 8 if head_dim > 64 and queries > 64 else 4, stages)
 
 
-@functools.lru_cache(1024)
 def attention_tile(device: torch.device, queries: int, head_dim: int, pv: str) -> AttentionTile:
     """:func:`choose_attention_tile` for a device."""
-    if device.type != "cuda":
-        return INTERPRETED
-    return choose_attention_tile(queries, head_dim, pv, torch.cuda.get_device_capability(device))
+    capability = capability_of(device)
+    return INTERPRETED if capability is None else choose_attention_tile(queries, head_dim, pv, capability)

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from qframework.errors import UnsupportedError
+from qframework.kernels.runtime.ahead import stood_for
 
 MIN_CAPABILITY = (8, 0)
 
@@ -30,13 +31,18 @@ def why_unsupported(device: torch.device) -> str | None:
     return f"{name} ({device}) is {what}; qframework's kernels need an NVIDIA GPU of sm_80 or newer."
 
 
-@functools.cache
 def chip_of(device: torch.device) -> tuple[tuple[int, int], int]:
     """Compute capability and number of multiprocessors."""
+    return _chip_of(stood_for(device))
+
+
+@functools.cache
+def _chip_of(device: torch.device) -> tuple[tuple[int, int], int]:
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
     """Compute capability, None for a CPU."""
+    device = stood_for(device)
     return chip_of(device)[0] if device.type == "cuda" else None

@@ -15,6 +15,7 @@ from qframework.compat.triton import (
     launch_of_addresses,
     launcher,
 )
+from qframework.kernels.runtime.ahead import collected
 from qframework.kernels.runtime.overlap import overlap
 from qframework.kernels.runtime.replay import recording
 
@@ -71,6 +72,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """
 
     def run(*arguments: Any, **constants: Any) -> None:
+        if (kernels := collected()) is not None:
+            kernels.append(warm_up(kernel, grid)(*arguments, **constants))
+            return
         again, rest = start(arguments, constants)
         if (recorded := recording()) is not None:
             recorded.launch(again, (*arguments, *rest))
