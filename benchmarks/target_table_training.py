@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks import training_block
+from benchmarks import training_block, training_models
 from benchmarks.block_linear import SHAPES
 from benchmarks.block_operators import TOKENS
 from benchmarks.block_operators_cases import OPERATORS, provider_of
@@ -122,7 +122,37 @@ def _block_targets() -> list[Target]:
     return speeds + graphs + memory
 
 
-TRAINING_TARGETS: tuple[Target, ...] = (*_block_targets(), *_linear_targets(), *_operator_targets())
+# Models cut to so many blocks, and how much faster than BF16 a step must be. Narrower ones stay in 16 bits by default.
+MODELS = {
+    ("vit_base", 6): 1.0,
+    ("gpt2_medium", 6): 1.0,
+    ("vit_large", 6): 1.1,
+    ("gpt2_large", 6): 1.0,
+    ("gpt2_1536", 6): 1.0,
+    ("llama_2048", 3): 1.15,
+    ("llama_3072", 3): 1.0,
+    ("llama_4096", 2): 1.4,
+}
+AGAINST_FP8 = ("llama_2048", "llama_4096")
+
+
+def _model_targets() -> list[Target]:
+    steps = {"step": "", "step_in_graph": ", CUDA graphs"}
+    peers = {"BF16 compiled": "bf16", "torchao FP8": "torchao_fp8"}
+    return [
+        Target(
+            what=f"step of {model}, {blocks} blocks{graphs}", against=against, benchmark="training_models",
+            subjects=(f"{model}, {blocks} blocks, batch {training_models.MODELS[model].batch}",), ops=(op,),
+            ours=("qframework",), peers=(peer,), measure="calls_per_ms", must=must if peer == "bf16" else 1.0,
+        )
+        for (model, blocks), must in MODELS.items() for op, graphs in steps.items() for against, peer in peers.items()
+        if peer == "bf16" or model in AGAINST_FP8
+    ]  # fmt: skip
+
+
+TRAINING_TARGETS: tuple[Target, ...] = (
+    *_model_targets(), *_block_targets(), *_linear_targets(), *_operator_targets(),
+)  # fmt: skip
 
 
 def single_size(size: BlockSize) -> list[Target]:

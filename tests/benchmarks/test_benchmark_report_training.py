@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import block_linear_cases, block_operators_cases, report, report_training, training_block
+from benchmarks import (
+    block_linear_cases,
+    block_operators_cases,
+    report,
+    report_training,
+    training_block,
+    training_models,
+)
 from benchmarks.harness import Record, Results
 from benchmarks.target_table import Target, evaluate
 from benchmarks.target_table_training import (
@@ -27,7 +34,12 @@ from benchmarks.training_processes import Run
 from qframework.kernels.blocks.format import BLOCK_SIZES
 
 MACHINE = {"device": "NVIDIA H100", "commit": "abc123", "date": "2026-01-02T03:04:05"}
-PARTS = {"training_block": training_block, "block_linear": block_linear_cases, "block_operators": block_operators_cases}
+PARTS = {
+    "training_block": training_block,
+    "training_models": training_models,
+    "block_linear": block_linear_cases,
+    "block_operators": block_operators_cases,
+}
 
 
 def find(what: str, against: str) -> Target:
@@ -39,8 +51,9 @@ def records(target: Target, ours: float, peers: float) -> list[Record]:
     """Of all cases, with times (or memory) of so many milliseconds (or MB)."""
 
     def one(provider: str, value: float, op: str, subject: str) -> Record:
-        shape = list(map(int, subject.split(",")))
-        named = Record(benchmark=target.benchmark, provider=provider, op=op, shape=shape)
+        model, _, batch = subject.partition(", batch ")
+        what = {"model": model, "batch": int(batch)} if batch else {"shape": list(map(int, subject.split(",")))}
+        named = Record(benchmark=target.benchmark, provider=provider, op=op, **what)  # type: ignore[arg-type]
         memory = {"activation_mb": value} if target.measure == "activation_mb" else {}
         return Record(**{**vars(named), "p50_ms": value, "tflops": 1 / value, **memory})
 
@@ -71,6 +84,11 @@ def test_promises() -> None:
         for peer in ("torchao INT8", "torchao FP8"):
             assert (f"GPT block, forward and backward, hidden {hidden}", peer) in must
             assert (f"linear, forward and backward, hidden {hidden}", peer) in must
+    for graphs in ("", ", CUDA graphs"):
+        speeds = {"llama_2048, 3": 1.15, "llama_4096, 2": 1.4, "vit_large, 6": 1.1, "vit_base, 6": 1.0}
+        for model, speed in speeds.items():
+            assert must[f"step of {model} blocks{graphs}", "BF16 compiled"] == speed
+        assert must[f"step of llama_4096, 2 blocks{graphs}", "torchao FP8"] == 1.0
     assert {"gelu forward", "layer_norm backward", "dropout backward", "add_statistics forward"} <= set(DIRECTIONS)
 
 
@@ -93,6 +111,8 @@ def test_every_name_is_measured() -> None:
         ("GPT block, forward and backward, hidden 4096", "BF16 compiled", 1.0, "short of the aim by 17 percent"),
         ("GPT block, forward and backward, hidden 1024", "BF16 compiled", 1.0, ""),
         ("linear, forward and backward, hidden 2048", "BF16 eager", 1.0, ""),
+        ("step of llama_4096, 2 blocks", "BF16 compiled", 0.8, "short of 1.4 by 11 percent"),
+        ("step of llama_4096, 2 blocks", "torchao FP8", 0.8, "PASS"),
     ],
 )
 def test_verdicts(what: str, against: str, ours: float, verdict: str) -> None:
