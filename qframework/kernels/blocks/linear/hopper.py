@@ -141,6 +141,7 @@ if HAS_GLUON:
         STAGES: gl.constexpr,
         CONSUMERS: gl.constexpr,
         TMA_STORE: gl.constexpr,
+        EARLY: gl.constexpr,
     ):
         """Multiplying warpgroup 0 or 1, which computes 128 rows as two halves of 64."""
         a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr = pointers
@@ -177,7 +178,7 @@ if HAS_GLUON:
                 acc = _multiply(a.slice(FIRST_ROW, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
                 own_turn ^= 1
                 upper = _dequantize(acc, rows, columns, upper)
-                if CONSUMERS == 2:
+                if EARLY:
                     upper = _before_what_follows(upper)
                 if BLOCK[0] == 1:
                     rows = rows_below
@@ -277,6 +278,7 @@ if HAS_GLUON:
         STAGES: gl.constexpr,
         CONSUMERS: gl.constexpr,
         TMA_STORE: gl.constexpr,
+        EARLY: gl.constexpr = False,  # the upper half is dequantized before the lower one is multiplied
         OVERLAP: gl.constexpr = False,
     ):
         """out = a @ b.T + bias. Persistent: each of n programs computes every n-th tile of every part."""
@@ -304,11 +306,11 @@ if HAS_GLUON:
                 [
                     (_consume, (
                         gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
                     )),
                     (_consume, (
                         gl.constexpr(1), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
                     )),
                     (_produce, (
                         a_desc, b_desc, a_stages, b_stages, ready, free, sizes, BLOCK, BLOCK_M, GROUP_M, STAGES,
@@ -322,7 +324,7 @@ if HAS_GLUON:
                 [
                     (_consume, (
                         gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
                     )),
                     (_produce, (
                         a_desc, b_desc, a_stages, b_stages, ready, free, sizes, BLOCK, BLOCK_M, GROUP_M, STAGES,

@@ -108,6 +108,7 @@ def specialized_constants(tile: BlockTile, block_size: BlockSize, has_bias: bool
         "STAGES": tile.num_stages,
         "CONSUMERS": tile.consumers,
         "TMA_STORE": tma_store,
+        "EARLY": tile.early,
     }
 
 

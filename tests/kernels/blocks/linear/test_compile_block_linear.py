@@ -173,11 +173,12 @@ def test_few_tiles_are_cut_along_their_inner_size():
     assert parts_of(tile, 8192, 4096, 4096, 132, False) == 1
 
 
-@pytest.mark.parametrize("block_size", [128, (1, 128)])
-def test_half_of_a_step_is_dequantized_before_the_next_turn(block_size):
+@pytest.mark.parametrize("out", ["bf16", "i8"])
+def test_early_dequantizes_half_of_a_step_before_the_next_turn(out, tmp_path):
     """Its conversions lie between the wait for its product and that for the next turn, where the other group works."""
-    ptx = compile_specialized(COOPERATIVE[128], block_size, "bf16").asm["ptx"]
+    compiled = compile_specialized(COOPERATIVE[128]._replace(early=True), (1, 128), out)
     steps = r"wgmma\.wait_group|mbarrier\.try_wait|cvt\.rn\.f32\.s32|wgmma\.mma_async"
-    found = [name for name, _ in itertools.groupby(re.findall(steps, ptx))]
+    found = [name for name, _ in itertools.groupby(re.findall(steps, compiled.asm["ptx"]))]
     product = ["mbarrier.try_wait", "wgmma.mma_async", "wgmma.wait_group", "cvt.rn.f32.s32"]
     assert ",".join(found).count(",".join(2 * product)) == 2  # of a step: two halves, in each of two warpgroups
+    assert stack_bytes(compiled, tmp_path) <= MAX_STACK
