@@ -13,6 +13,7 @@ model, the uniform configurations and the front under CUDA graphs.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import sys
 import time
@@ -156,8 +157,8 @@ def _compiled(model: nn.Module, options: Mapping[str, Any] | None, device: str) 
     if device != "cuda":
         return model
     if options is None:
-        return torch.compile(model, options=_GRAPHS)  # type: ignore[return-value]
-    return torch.compile(model, backend="qframework", options={**options, **_GRAPHS})  # type: ignore[return-value]
+        return torch.compile(model, options=_GRAPHS)
+    return torch.compile(model, backend="qframework", options={**options, **_GRAPHS})
 
 
 # On a CPU -------------------------------------------------------------------------------------------------------------
@@ -233,9 +234,13 @@ def wanted_whole(document: Mapping[str, Any]) -> dict[str, Assignment]:
 
 
 def trial_name(trial: Mapping[str, Any]) -> str:
-    """The name of a uniform configuration, or how many layers run in what."""
-    layers = ", ".join(f"{count} {name}" for name, count in trial["layers"].items())
-    return str(trial["configuration"]) or f"{layers}: {trial['correspondences']:.2f} %"
+    """The name of a uniform configuration, or a digest of the choices."""
+    return str(trial["configuration"]) or digest(trial["assignment"])
+
+
+def digest(assignment: Mapping[str, Any]) -> str:
+    """Identifies an assignment as ``to_dict`` gives it."""
+    return hashlib.sha256(json.dumps(assignment, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read(path: Path, step: str) -> dict[str, Any]:

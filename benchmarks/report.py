@@ -24,6 +24,7 @@ from benchmarks import (
     report_accuracy,
     report_attention_rows,
     report_families,
+    report_front,
     report_papers,
     report_pretrained,
     report_training,
@@ -307,7 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = load_runs(arguments.results)
         accuracy = arguments.results / report_accuracy.FOLDER
         pretrained = report_pretrained.load(accuracy / report_pretrained.FOLDER)
-        accuracy_text = report_accuracy.render(report_accuracy.load(accuracy), pretrained)
+        front = report_front.load(accuracy / report_front.FOLDER)
+        accuracy_text = report_accuracy.render(report_accuracy.load(accuracy), pretrained, front)
         training = arguments.results / report_training.FOLDER
         trained = report_training.load(training, load_runs(training))
         families = load_runs(arguments.results / report_families.FOLDER)
@@ -321,7 +323,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     pages = [
         performance_page(runs, arguments.page),
         Page(folder / HISTORY, render_history(runs)),
-        Page(folder / report_accuracy.NAME, accuracy_text, report_pretrained.plots(pretrained), "accuracy-*.svg"),
+        Page(
+            folder / report_accuracy.NAME,
+            accuracy_text,
+            {**report_pretrained.plots(pretrained), **report_front.plots(front)},
+            "accuracy-*.svg",
+        ),
         report_training.training_page(trained, folder / report_training.NAME),
         report_families.families_page(families, folder / report_families.NAME),
         Page(folder / report_papers.NAME, report_papers.render(papers, granularity)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report_pretrained
+from benchmarks import report_front, report_pretrained
 from benchmarks.accuracy import OUTLIER_CHANNELS, OUTLIER_FACTOR, TASKS, Row, load_rows
 from benchmarks.tables import machine_line, table
 from qframework.evaluation import digits_vit
@@ -127,9 +127,13 @@ def load(folder: Path) -> list[Measured]:
     return sorted(found.values(), key=lambda each: (TASKS.index(each.task), order.get(each.model, len(order))))
 
 
-def render(measured: Sequence[Measured], pretrained: Sequence[report_pretrained.Measured] = ()) -> str:
+def render(
+    measured: Sequence[Measured],
+    pretrained: Sequence[report_pretrained.Measured] = (),
+    front: report_front.Front | None = None,
+) -> str:
     """The whole page as Markdown."""
-    others = report_pretrained.render(pretrained)
+    others = "\n".join(filter(None, [report_pretrained.render(pretrained), report_front.render(front)]))
     if not measured:
         return "\n".join(filter(None, [HEAD, others])) + NOTHING
     sections = (_section(task, [each for each in measured if each.task == task]) for task in TASKS)

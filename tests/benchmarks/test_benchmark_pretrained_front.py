@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import pretrained_front
+from benchmarks import pretrained_front, report_front
+from benchmarks.machine import describe_machine
 from benchmarks.pretrained_front import StoredTimer, call_name, read, wanted_whole
 from qframework.errors import FileFormatError
 from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape
@@ -58,3 +60,42 @@ def test_all_steps_on_a_tiny_model(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"must be a file of `benchmarks.pretrained_front times`"):
         read(path, "times")
     assert json.loads(path.read_text())["smoke"]
+
+
+def assigned(name: str, linear: str, kept: float, front: bool) -> dict[str, Any]:
+    """A trial of one linear."""
+    assignment = {"linear": {"fc": linear}, "attention": {}}
+    layers = {f"linear {linear}": 1}
+    return {
+        "configuration": name,
+        "correspondences": kept,
+        "estimated_images_per_second": 1.0,
+        "front": front,
+        "layers": layers,
+        "assignment": assignment,
+    }
+
+
+def test_the_page_compares_what_was_found_with_uniform_configurations(tmp_path: Path) -> None:
+    assert report_front.load(tmp_path) is None
+    assert report_front.render(None) == ""
+    head = {"benchmark": "pretrained_front", "smoke": False, "machine": describe_machine("cpu")}
+    trials = [
+        assigned("static", "static", 70.0, False),
+        assigned("dynamic", "dynamic", 85.0, False),
+        assigned("", "float", 80.0, True),
+    ]
+    name = pretrained_front.trial_name(trials[2])
+    speeds = {"float": 50.0, "static": 100.0, "dynamic": 90.0, name: 120.0}
+    steps = {"times": {"batch": 64}, "search": {"trials": trials}, "whole": {"images_per_second": speeds}}
+    for step, found in steps.items():
+        (tmp_path / f"{step}.json").write_text(json.dumps({**head, "step": step, **found}))
+    front = report_front.load(tmp_path)
+    assert front is not None
+    page = report_front.render(front)
+    assert "| 1 linear float | found | 120 | 80.0 |\n| static | uniform | 100 | 70.0 |" in page
+    assert "At least as fast and as accurate as uniform static is one that was found. None that was found" in page
+    assert "as accurate as uniform dynamic." in page
+    (plot,) = report_front.plots(front).values()
+    plot.draw(tmp_path / "plot.svg")
+    assert plot.mark in (tmp_path / "plot.svg").read_text()

@@ -1,0 +1,144 @@
+"""The section of ``docs/accuracy.md`` on what ``tune`` finds, from ``results/accuracy/front/``, with its plot."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import Plot
+from benchmarks.plots import COLOUR, GREY, WIDTH
+from benchmarks.pretrained_front import read, trial_name
+from benchmarks.tables import machine_line, table
+
+FOLDER = "front"  # below the folder of accuracy's results
+PLOT = "accuracy-front-dinov2.svg"
+HEAD = """### What `tune` finds for DINOv2
+
+`python -m benchmarks.pretrained_front`: `tune` without a recipe chooses float, static or dynamic INT8 for each linear
+and float, static INT8 or a kernel of SageAttention for each attention, by how much each alone changes the output and
+by the times of the layers on a GPU. Correspondences are those of 68 crops. Speed is that of whole models in FP16 with
+random weights under CUDA graphs, {batch} images at once; the search itself estimates speeds from the layers' times.
+"""
+
+
+@dataclass(frozen=True)
+class Front:
+    """The newest file of each step."""
+
+    search: Mapping[str, Any]
+    whole: Mapping[str, Any]
+    batch: int
+
+    def rows(self) -> list[tuple[str, bool, float, float]]:
+        """Name, whether it is uniform, images per second and correspondences in percent, fastest first."""
+        speeds = self.whole["images_per_second"]
+        found = [
+            (_label(trial), bool(trial["configuration"]), speeds[trial_name(trial)], trial["correspondences"])
+            for trial in self.search["trials"]
+            if trial_name(trial) in speeds
+        ]
+        found += [("float", True, speeds["float"], 100.0)]
+        return sorted(found, key=lambda row: -row[2])
+
+
+def _label(trial: Mapping[str, Any]) -> str:
+    """The name of a uniform configuration, or how many layers run in what."""
+    return trial["configuration"] or ", ".join(f"{count} {name}" for name, count in trial["layers"].items())
+
+
+def load(folder: Path) -> Front | None:
+    """The newest results; None without files of both steps."""
+    steps = ("times", "search", "whole")
+    found: dict[str, list[dict[str, Any]]] = {step: [] for step in steps}
+    for path in sorted(folder.glob("*.json")):
+        step = json.loads(path.read_text()).get("step")
+        document = read(path, step if step in steps else "search")
+        if not document["smoke"]:
+            found[document["step"]].append(document)
+    if not all(found.values()):
+        return None
+    newest = {step: max(each, key=lambda one: str(one["machine"]["date"])) for step, each in found.items()}
+    return Front(newest["search"], newest["whole"], newest["times"]["batch"])
+
+
+def render(front: Front | None) -> str:
+    """The section as Markdown; empty without results."""
+    if front is None:
+        return ""
+    rows = [
+        [name, "uniform" if is_uniform else "found", f"{speed:.0f}", f"{kept:.1f}"]
+        for name, is_uniform, speed, kept in front.rows()
+    ]
+    parts = [HEAD.format(batch=front.batch), table(["layers", "", "images/s", "correspondences, %"], rows)]
+    parts += [_comparison(front), f"![What tune finds for DINOv2](assets/{PLOT})\n"]
+    return "\n".join([*parts, machine_line(front.search["machine"], {}), machine_line(front.whole["machine"], {})])
+
+
+def _comparison(front: Front) -> str:
+    """Which uniform configurations are beaten in both respects by one that was found."""
+    rows = front.rows()
+    beaten: list[str] = []
+    others: list[str] = []
+    for name, is_uniform, speed, kept in rows:
+        if is_uniform and name != "float":
+            better = any(not other and s >= speed and k >= kept for _, other, s, k in rows)
+            (beaten if better else others).append(name)
+    sentences = []
+    if beaten:
+        sentences.append(f"At least as fast and as accurate as {_names(beaten)} is one that was found.")
+    if others:
+        sentences.append(f"None that was found is as fast and as accurate as {_names(others)}.")
+    return " ".join(sentences) + "\n"
+
+
+def _names(names: list[str]) -> str:
+    return " and as ".join(f"uniform {name}" for name in names)
+
+
+def plots(front: Front | None) -> dict[str, Plot]:
+    """The plot, by file name."""
+    return {} if front is None else {PLOT: Plot(_mark(front), functools.partial(_draw, front))}
+
+
+def _mark(front: Front) -> str:
+    """What the plot carries to show which results it was drawn from, and by which code."""
+    digests = [
+        hashlib.sha256(text.encode()).hexdigest()[:16] for text in (repr(front.rows()), inspect.getsource(_draw))
+    ]
+    return "results {}, drawn by {}".format(*digests)
+
+
+def _draw(front: Front, path: Path) -> None:
+    """Correspondences against speed: uniform configurations with their names, and what was found as a line."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    style: dict[Any, Any] = {
+        "svg.hashsalt": "front",
+        "svg.fonttype": "none",
+        "font.size": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    rows = front.rows()
+    with plt.rc_context(style):
+        figure, axis = plt.subplots(figsize=(WIDTH, 4), layout="constrained")
+        found = [(speed, kept) for _, uniform, speed, kept in rows if not uniform]
+        axis.plot([x for x, _ in found], [y for _, y in found], "o-", color=COLOUR, label="found by tune")
+        for name, _, speed, kept in (row for row in rows if row[1]):
+            axis.plot(speed, kept, "s", color=GREY)
+            axis.annotate(name, (speed, kept), xytext=(5, -9), textcoords="offset points")
+        axis.set_xlabel("images per second")
+        axis.set_ylabel("correspondences kept, %")
+        axis.legend()
+        axis.margins(x=0.12, y=0.1)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(front)})
+        plt.close(figure)
