@@ -18,11 +18,13 @@ def __getattr__(name: str) -> Any:
     """``qframework_backend``, which ``torch.compile`` looks up when it is called.
 
     Imports Inductor at the same time, as PyTorch's own backend does: its compile processes take seconds to start, and
-    so they start while Dynamo traces the first call.
+    so they start while Dynamo traces the first call, and Triton's driver does too.
     """
     if name != "qframework_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
     import qframework.compat.inductor  # noqa: F401
     from qframework.backend.compile import qframework_backend
+    from qframework.backend.warm_up import prepare_triton
 
+    prepare_triton()
     return qframework_backend

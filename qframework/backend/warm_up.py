@@ -10,9 +10,11 @@ compile ahead of time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.cache_key import hash_of_package
 from qframework.compat.operators import schema
-from qframework.compat.triton import compile_in, finished, is_noted, launcher, note
+from qframework.compat.triton import compile_in, finished, is_noted, launcher, note, prepare
 from qframework.graph.nodes import argument, fake_value
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.operator import Operator, operator_of
@@ -79,6 +81,17 @@ def _is_list(value: Any) -> bool:
 
 def _on_meta(value: Any) -> Any:
     return value.on_meta() if isinstance(value, _Like) else value
+
+
+def prepare_triton() -> None:
+    """Do what Triton does once in a process in the background, while Dynamo traces the first call; on a GPU."""
+    if HAS_TRITON and not INTERPRET and torch.cuda.is_initialized():
+        _prepare_once()
+
+
+@functools.cache
+def _prepare_once() -> None:
+    threading.Thread(target=prepare, name="qframework-prepare").start()
 
 
 @contextlib.contextmanager

@@ -317,6 +317,7 @@ _ROWS = (
         Name(f"triton.language.extra.cuda.{name}", "kernels cannot overlap", "each starts when the previous one ends")
         for name in ("gdc_wait", "gdc_launch_dependents")
     ),
+    Name("triton.runtime.cache.triton_key", "first calls take longer", "Triton hashes its files later"),
     Name("triton.runtime.cache.get_cache_manager", "it is unknown whether kernels are in Triton's cache"),
     Name("triton.runtime.jit.JITFunction.warmup", "kernels cannot be compiled ahead of their first launch"),
     Name("triton.runtime.jit.JITFunction.arg_names", _TRITON_LAUNCH),

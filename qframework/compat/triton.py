@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import importlib.util
 import operator
+import sys
 import types
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,6 +27,16 @@ def _dependent_launch() -> tuple[Any, Any]:
     return gdc_wait, gdc_launch_dependents
 
 
+def _hash_of_triton() -> Any:
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError as error:
+        note_error(error)
+        return None
+    return triton_key
+
+
+_triton_key: Any = None  # a function that hashes Triton's files, once per process
 TensorDescriptor: Any = None  # of a matrix that a kernel loads with TMA
 OutOfResources: type[BaseException] = MemoryError  # raised by a launch that needs too much shared memory
 gdc_wait: Any = None  # in a kernel: wait for the previous one
@@ -41,6 +52,7 @@ if importlib.util.find_spec("triton") is not None:
         OutOfResources = triton.runtime.errors.OutOfResources
         _runtime = triton.knobs.runtime
     gdc_wait, gdc_launch_dependents = _dependent_launch()
+    _triton_key = _hash_of_triton()
 
 launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem
 """The launcher of a compiled kernel on a grid, to be called with all arguments; creating it loads the kernel."""
@@ -50,6 +62,26 @@ launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem
 def current_target() -> Any:
     """Triton's compilation target on the current device: ``backend`` and ``arch``."""
     return triton.runtime.driver.active.get_current_target()
+
+
+_OFTEN = 1e-4  # seconds
+
+
+def prepare() -> None:
+    """Load Triton's driver and hash Triton's own files, which the first compilation of a process waits for.
+
+    Made for a thread beside one that runs Python. Triton hashes hundreds of MB in pieces of one, and before each the
+    thread would wait for Python's default of 5 ms until the other one hands over.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _OFTEN))
+    try:
+        if _triton_key is not None:
+            _triton_key()
+        with contextlib.suppress(Exception):  # the first compilation raises it again
+            current_target()
+    finally:
+        sys.setswitchinterval(before)
 
 
 _NOTE = "compiled"  # a file's name
@@ -225,4 +257,5 @@ __all__ = [
     "launch_of_addresses",
     "launcher",
     "note",
+    "prepare",
 ]
