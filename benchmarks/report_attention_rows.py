@@ -108,7 +108,7 @@ AIMS = (
     Aim("static", f"static INT8 in and out: {SHORT}", "PyTorch", 1.25, 1.6, _against_pytorch),
     Aim("short", f"16 bit in and out: {SHORT}", "PyTorch", 1.0, 1.2, _against_pytorch),
     Aim("long", "4,096 to 32,768 tokens, 64 and 128 channels", "PyTorch", 1.2, 1.4, _against_pytorch),
-    Aim("long", "the same", "SageAttention2's CUDA kernels, another run", 1.0, 1.15, _sageattention2),
+    Aim("long", "4,096 to 16,384 tokens", "SageAttention2's CUDA kernels, another run", 1.0, 1.15, _sageattention2),
     Aim("causal", "causal, grouped heads, both", "PyTorch", 1.1, 1.3, _against_pytorch),
     Aim("masks", "padding, causal mask, band: time", "the call without a mask", 1.05, None, _masked, cost=True),
     Aim("masks", "padding, causal mask, band", "PyTorch with the mask", 1.0, None, _against_pytorch),
@@ -133,7 +133,7 @@ def load(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         found, about = (_of_decode(path), {}) if "records" in document else (document["rows"], document["about"])
         about = about or Results.load(path).machine
         rivals |= document.get("sageattention2", {})
-        keys = {(row["row"], row["case"]) for row in found}
+        keys = dict.fromkeys((row["row"], row["case"]) for row in found)
         for key in keys:
             rows[key] = [row for row in found if (row["row"], row["case"]) == key and row.get("us")]
         lines.append(
@@ -223,4 +223,4 @@ def _case_table(aim: Aim, cases: Sequence[Measured]) -> str:
             values = f"{values} (short)"
         error = "" if case.error is None else f"{case.error:.4f}"
         rows.append([case.case, f"{case.us:.1f}", f"{case.rival_us:.1f}", case.rival, values, error])
-    return table(["case", "us", "other, us", "other", "share" if aim.cost else "speed", "error"], rows)
+    return table(["case", "us", "other, us", "other", "ratio" if aim.cost else "speed", "error"], rows)

@@ -52,6 +52,7 @@ def test_the_page_says_what_is_short(tmp_path: Path) -> None:
     assert "| 1 | 1.2 | 2 | 0.90 to 1.50, geometric mean 1.23 | short of must in 1 of 2 cases |" in page
     assert "| a | 10.0 | 14.0 | cudnn | 1.50, 1.40 | 0.0003 |" in page
     assert "| b | 10.0 | 9.0 | cudnn | 1.20, 0.90 (short) | 0.0003 |" in page
+    assert page.index("| a | 10") < page.index("| b | 10")
 
 
 def test_operations_of_a_case() -> None:
