@@ -244,5 +244,6 @@ def _dense_is_faster(heads: int, queries: int, keys: int, channels: int, causal:
     if causal:
         return shortest >= _CAUSAL
     pieces = hopper_dense.split(keys)
-    many = heads * shortest // QUERY_BLOCK >= _WHOLE_BLOCKS and shortest >= _WHOLE
+    # Channels are padded to multiples of 16: 40 were 0.94 times as fast as cuDNN with 4,096 tokens.
+    many = heads * shortest // QUERY_BLOCK >= _WHOLE_BLOCKS and shortest >= _WHOLE and channels % 16 == 0
     return many or pieces.first + pieces.second < hopper_dense.BLOCK_N

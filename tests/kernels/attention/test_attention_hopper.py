@@ -582,6 +582,7 @@ def test_auto_on_hopper(monkeypatch) -> None:
         *[((8, 16, 1024, 64), "float", False), ((8, 16, 1023, 64), "float", True)],
         *[((16, 16, 512, 64), "none", False), ((8, 12, 1024, 64), "none", False)],
         *[((8, 12, 512, 64), "none", True), ((32, 12, 384, 64), "none", True)],
+        *[((4, 16, 4096, 40), "none", True), ((4, 16, 4096, 32), "none", False), ((64, 16, 577, 40), "none", False)],
         *[((8, 16, 1024, 256), "float", False), ((1, 4, 1024, 64), "float", True)],
     ],
 )
