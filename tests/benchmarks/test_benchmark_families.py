@@ -65,18 +65,19 @@ def test_decoding_sees_its_context_and_can_be_repeated():
 
 def test_smoke_run_of_an_encoder(tmp_path):
     output = tmp_path / "out.json"
-    names = "fp16_compiled,qframework_dynamic_frozen"
+    names = "fp16_compiled,qframework_dynamic_frozen,qframework_static"
     arguments = ["--smoke", "--models", "bert_base", "--providers", names, "--limit", "240", "--output", str(output)]
     assert families.main(arguments) == 0
     records = json.loads(output.read_text())["records"]
-    assert [record["status"] for record in records] == ["ok", "ok"]
-    assert records[1]["sqnr_db"] < 60 < records[0]["sqnr_db"]
+    assert [record["status"] for record in records] == ["ok"] * 3
+    assert max(records[1]["sqnr_db"], records[2]["sqnr_db"]) < 60 < records[0]["sqnr_db"]
 
 
 @pytest.mark.slow
 def test_smoke_run_of_every_kind(tmp_path):
     output = tmp_path / "out.json"
-    assert families.main(["--smoke", "--limit", "580", "--output", str(output)]) == 0
+    arguments = ["--smoke", "--providers", "qframework_dynamic_frozen", "--limit", "580", "--output", str(output)]
+    assert families.main(arguments) == 0
     records = [Record.from_json(fields) for fields in json.loads(output.read_text())["records"]]
     assert {record.model for record in records} == set(SMOKE)
 
