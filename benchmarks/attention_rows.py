@@ -84,7 +84,7 @@ ROWS: dict[str, list[Case]] = {
         *[Case("causal", 8, 32, 32, 1024, d, "causal") for d in (64, 128)],
     ],
     "masks": [
-        Case("masks", b, h, g, n, d, kind)  # type: ignore[arg-type]
+        Case("masks", b, h, g, n, d, kind)
         for b, h, g, n, d in ((32, 16, 16, 512, 64), (4, 32, 8, 2048, 64), (4, 32, 8, 2048, 128))
         for kind in ("padding", "causal mask", "band")
     ],
@@ -273,7 +273,8 @@ def measure_packed(case: Case, rounds: int) -> dict[str, Any]:
     dense = operands_of(case._replace(batch=4, tokens=tokens, mix="", kind="plain"))
     call = functools.partial(sage_attention_varlen, q, k, v, starts, starts, longest, longest)
     last = slice(sum(lengths) - lengths[-1], sum(lengths))
-    one = Operands(*(t[last].transpose(0, 1)[None] for t in (q, k, v)))
+    last_q, last_k, last_v = (t[last].transpose(0, 1)[None] for t in (q, k, v))
+    one = Operands(last_q, last_k, last_v)
     error = error_of(call()[last].transpose(0, 1)[None], one)
     calls: Calls = {"packed": call, "dense": functools.partial(_ours, dense, "auto", False)}
     times = Runs(calls).times(rounds) if rounds else {}
