@@ -113,8 +113,8 @@ def convert_to_int8_training(
         skip_slower: leave blocks in 16 bits that are too narrow to be faster in INT8: those with fewer channels than
             :data:`~qframework.training.plan.FASTER_FROM`, or with a gated MLP
             :data:`~qframework.training.plan.FASTER_FROM_GATED`. The log and the report name them, and a model of such
-            blocks alone does not change. False converts them too, which saves memory for activations. The baselines
-            convert all blocks.
+            blocks alone does not change. False converts them too, which saves memory for activations and, under CUDA
+            graphs, also time at 768 channels. The baselines convert all blocks.
         keep_weights: keep the transposes of weights in INT8 from the forward to the backward pass, one byte for each
             weight, instead of quantizing each weight twice. None keeps them unless FSDP2 spreads the weight over
             several processes, each of which would keep those of the whole model. In mode ``"per_block"`` only.

@@ -40,8 +40,8 @@ from qframework.training.roles import (
 Mode = Literal["per_block", "per_tensor", "per_token"]
 _ON_REQUEST = "named in keep_float"
 _INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
-FASTER_FROM = 768
-"""Channels from which blocks were measured to train faster in INT8 than in BF16, without CUDA graphs:
+FASTER_FROM = 1024
+"""Channels from which blocks were measured to train clearly faster in INT8 than in BF16, without CUDA graphs:
 ``benchmarks/training_widths.py`` computes it."""
 FASTER_FROM_GATED = 2048
 """The same for blocks with gated MLPs, as in Llama; narrower ones were not measured."""

@@ -71,7 +71,7 @@ def test_a_model_of_narrow_blocks_does_not_change(name: str, caplog: pytest.LogC
     assert convert_to_int8_training(model) is model
     report = conversion_report(model)
     assert (report.blocks, report.converted, len(report.kept)) == ((), (), 2)
-    sizes = "32 of 2048 channels" if name == "llama" else "32 of 768 channels"
+    sizes = f"32 of {plan.FASTER_FROM_GATED if name == 'llama' else plan.FASTER_FROM} channels"
     assert f"2 modules stay in float, too narrow to be faster in INT8, {sizes}; skip_slower=False" in caplog.text
     assert "0 modules in 0 blocks" in str(report)
     assert f"kept, too narrow to be faster in INT8, {sizes}" in str(report)
