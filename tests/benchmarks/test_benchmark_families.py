@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks import families, report, report_families
 from benchmarks.families_cases import FAMILIES, SMOKE, _enlarge_tiny
 from benchmarks.harness import Record, Results
+from qframework.numerics import sqnr_db
 
 TRANSFORMERS = [name for name, family in FAMILIES.items() if family.kind.startswith(("text", "speech", "decoder"))]
 
@@ -61,6 +62,16 @@ def test_decoding_sees_its_context_and_can_be_repeated():
         torch.testing.assert_close(model(ids.flip(0)), reference.flip(0))
         model.cache.values_0[:, :, 7] += 9.0
         assert (model(ids) - reference).norm() > 1e-3 * reference.norm()
+
+
+def test_decoding_in_float16_turns_by_frequencies_of_float32():
+    model, (ids,), reference = families.build(FAMILIES["llama_1b_decoding"], 2, "cpu", smoke=True)
+    half = families.in_dtype(model, torch.float16)
+    dtypes = {name.rpartition(".")[2]: x.dtype for name, x in half.named_buffers()}
+    assert dtypes["inv_freq"] == torch.float32
+    assert dtypes["keys_0"] == torch.float16
+    with torch.no_grad():
+        assert sqnr_db(reference, half(ids).float()) > 50
 
 
 def test_smoke_run_of_an_encoder(tmp_path):
