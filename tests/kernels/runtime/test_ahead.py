@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from qframework import numerics
 from qframework.kernels.attention import auto
 from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.pipeline import SAGE_ATTENTION
@@ -96,3 +101,56 @@ def test_meta_stands_for_a_gpu_inside_alone(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ZeroDivisionError):
         ahead.launches_of(lambda record: 1 / 0)(CUDA, on_meta)
     assert ahead.collected() is None
+
+
+class Attention(nn.Module):
+    """Self-attention behind a fused linear."""
+
+    def __init__(self, heads: int, channels: int) -> None:
+        super().__init__()
+        self.heads, self.channels = heads, channels
+        self.qkv = nn.Linear(heads * channels, 3 * heads * channels)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.channels)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("variant", "heads", "channels", "batch", "tokens", "masked"),
+    [
+        ("integer_exp", 16, 64, 4, 2048, False),
+        ("unquantized", 16, 64, 16, 577, False),
+        ("sage_vb", 4, 40, 2, 300, False),
+        ("unquantized", 16, 128, 4, 1024, True),
+        ("sage2_int8", 16, 64, 4, 2048, False),
+    ],
+)
+def test_no_launch_of_a_compiled_model_compiles(
+    variant: str, heads: int, channels: int, batch: int, tokens: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads beside Inductor compile all attention kernels, and the results are PyTorch's."""
+    import triton
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("qframework.kernels"):
+            for kernel in [value for value in vars(module).values() if hasattr(value, "device_caches")]:
+                monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    monkeypatch.setattr(launch, "_compiled", {})
+    torch._dynamo.reset()
+    ahead_of_launch: dict[str, bool] = {}
+
+    def hook(*, fn: Any, is_manual_warmup: bool, **_: Any) -> None:
+        if fn.jit_function.__module__.startswith("qframework"):
+            ahead_of_launch[fn.jit_function.__name__] = is_manual_warmup
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    model = Attention(heads, channels).cuda().half().eval()
+    x = torch.randn(batch, tokens, heads * channels, device="cuda", dtype=torch.float16)
+    mask = (torch.arange(tokens, device="cuda") < tokens - 100).view(1, 1, 1, -1) if masked else None
+    with torch.no_grad():
+        found = torch.compile(model, backend="qframework", options={"attention": variant})(x, mask)
+        assert numerics.sqnr_db(model(x, mask).float(), found.float()) > 20
+    assert ahead_of_launch
+    assert all(ahead_of_launch.values()), ahead_of_launch
