@@ -70,8 +70,8 @@ _OFTEN = 1e-4  # seconds
 def prepare() -> None:
     """Load Triton's driver and hash Triton's own files, which the first compilation of a process waits for.
 
-    Made for a thread beside one that runs Python. Triton hashes hundreds of MB in pieces of one, and before each the
-    thread would wait for Python's default of 5 ms until the other one hands over.
+    Runs in a thread while another one runs Python. Triton hashes hundreds of MB, one at a time, and before each of them
+    the thread would wait up to 5 ms, Python's default, for the other one to release the GIL.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _OFTEN))

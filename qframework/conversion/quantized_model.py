@@ -90,9 +90,9 @@ class QuantizedModel(GraphModule):
     def __reduce__(self) -> Any:
         """Raises UnsupportedError: ``torch.save`` of a whole model pickles it, and a graph's operators cannot be."""
         raise UnsupportedError(
-            "QuantizedModel: cannot be pickled, which torch.save(model, ...) and other processes do. Write it with "
-            "model.save(path) and read it with qframework.load(path); torch.save(model.state_dict(), ...) keeps its "
-            "tensors alone"
+            "QuantizedModel: a quantized model cannot be pickled, as torch.save(model, ...) and multiprocessing do. "
+            "Write it with model.save(path) and read it with qframework.load(path); "
+            "torch.save(model.state_dict(), ...) keeps only its tensors"
         )
 
     def _example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

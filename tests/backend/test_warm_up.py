@@ -448,6 +448,9 @@ def test_other_kernels_and_other_chips_are_not_taken_for_compiled(compiled, monk
     keys.add(warm_up_module._key(calls_of(gm)))
     assert len(keys) == 4
     assert warm_up_module._key(calls_of(gm)) == warm_up_module._key(calls_of(quantized_graph()))
+    first = calls_of(gm)[0]
+    assert first.name == "qframework.int8_linear.default"
+    assert warm_up_module._key([first._replace(name="another")]) != warm_up_module._key([first])
     assert "0x" not in repr([(call.name, call.arguments) for call in calls_of(gm)]), (
         "an address differs in each process"
     )

@@ -123,8 +123,8 @@ if HAS_GLUON:
         return gl.fma(acc.to(gl.float32), of_rows[:, None] * of_columns[None, :], total)
 
     @gluon.jit
-    def _before_what_follows(x):
-        """``x``, computed here: the compiler would move its computation past the wait for a turn, into the turn."""
+    def _computed_here(x):
+        """``x``, computed here: otherwise the compiler moves its computation behind the wait for the next turn."""
         return gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
     @gluon.jit
@@ -179,7 +179,7 @@ if HAS_GLUON:
                 own_turn ^= 1
                 upper = _dequantize(acc, rows, columns, upper)
                 if EARLY:
-                    upper = _before_what_follows(upper)
+                    upper = _computed_here(upper)
                 if BLOCK[0] == 1:
                     rows = rows_below
                 elif BLOCK[0] < 128:
