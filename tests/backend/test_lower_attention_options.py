@@ -216,12 +216,14 @@ class TestWherePyTorchIsFaster:
             (causal, (4, 31, 1024, 128), False),
             (causal, (8, 32, 1024, 96), False),
             (F.scaled_dot_product_attention, (8, 32, 1024, 128), False),
+            (F.scaled_dot_product_attention, (8, 32, 1024, 48), True),
+            (F.scaled_dot_product_attention, (8, 32, 1024, 40), False),
         ],
         ids=[
             *["part of a block", "odd heads", "less than the host", "whole blocks", "wide heads"],
             *["many whole blocks", "few whole blocks", "causal", "causal, long", "causal, shorter"],
             *["causal, less than the host", "causal, wide heads", "causal, wide, shorter", "causal, wide, few blocks"],
-            *["causal, 96 channels", "wide heads, not causal"],
+            *["causal, 96 channels", "wide heads, not causal", "many whole blocks, 48", "and 40, padded"],
         ],
     )
     def test_auto_takes_calls_for_small_programs(self, fn, shape, taken):
