@@ -124,19 +124,23 @@ AIMS = (
 
 
 def load(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of all cases, of each that of the newest file that has it, and the files' lines."""
+    """Rows of all cases, of each that of the newest file that has it, and the lines of these files."""
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    lines = []
+    lines: dict[str, str] = {}
+    source: dict[tuple[str, str], str] = {}  # the file of each case
+    peers: set[str] = set()
     rivals: dict[str, float] = {}  # TOP/s
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         document = json.loads(path.read_text())
         found, about = (_of_decode(path), {}) if "records" in document else (document["rows"], document["about"])
         about = about or Results.load(path).machine
         rivals |= document.get("sageattention2", {})
+        peers |= set() if found else {path.stem}
         keys = dict.fromkeys((row["row"], row["case"]) for row in found)
         for key in keys:
             rows[key] = [row for row in found if (row["row"], row["case"]) == key and row.get("us")]
-        lines.append(
+            source[key] = path.stem
+        lines[path.stem] = (
             f"`{path.stem}`: {about.get('device')}, torch {about.get('torch')}, commit {about.get('commit')}, "
             f"{str(about.get('date'))[:10]}"
         )
@@ -144,7 +148,7 @@ def load(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     for row in every:
         if row["case"] in rivals:
             row["us"]["sageattention2"] = operations(row["case"]) / rivals[row["case"]] / 1e6
-    return every, lines
+    return every, [line for stem, line in lines.items() if stem in {*source.values(), *peers}]
 
 
 def operations(case: str) -> float:

@@ -53,6 +53,11 @@ def test_the_page_says_what_is_short(tmp_path: Path) -> None:
     assert "| a | 10.0 | 14.0 | cudnn | 1.50, 1.40 | 0.0003 |" in page
     assert "| b | 10.0 | 9.0 | cudnn | 1.20, 0.90 (short) | 0.0003 |" in page
     assert page.index("| a | 10") < page.index("| b | 10")
+    newer = [row(1, "a", 10, 30), row(1, "b", 10, 20)]
+    (tmp_path / "one-2.json").write_text(json.dumps({"about": about, "rows": newer}))
+    page = report_attention_rows.render(*report_attention_rows.load(tmp_path))
+    assert "| a | 10.0 | 30.0 | cudnn | 3.00 | 0.0003 |" in page
+    assert "Files: `one-2`: a GPU, torch 2, commit abc, 2026-01-01.\n" in page
 
 
 def test_operations_of_a_case() -> None:
