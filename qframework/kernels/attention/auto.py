@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper, hopper_dense
+from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
+from qframework.kernels.attention.operands import Lengths
 from qframework.kernels.attention.variants import (
     FAST_FP16_SUMS,
     QUERY_BLOCK,
@@ -67,6 +68,27 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool, mask
     return _FP8 if capability >= (9, 0) else _16_BIT
 
 
+def choose_packed_variant(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool) -> str:
+    """:func:`choose_variant` for packed queries, keys and values ``(total, H, channels)``.
+
+    On Hopper the integer exponential takes sequences as long as those of dense calls for which it is chosen, if its
+    pass over all tokens pays. The mean number of keys of a query, known on the device alone, is at least that of the
+    longest sequence beside equal others.
+    """
+    if capability_of(q.device) == (9, 0) and q.dtype.itemsize == 2 and 0 < q.shape[2] <= 128:
+        integer = VARIANTS["integer_exp"]
+        (total, heads), sequences = q.shape[:2], max(lengths.q_starts.numel() - 1, 1)
+        longest = min(lengths.longest_q, lengths.longest_k, total)
+        rest = (total - longest) / max(sequences - 1, 1)
+        keys = (longest**2 + (total - longest) * rest) / max(total, 1) / (2 if causal else 1)
+        least = _LONG_PACKED if q.shape[2] > 64 else _NARROW_PACKED
+        long = longest >= _LONG_FASTER and keys >= least and total >= _MEAN_PACKED * sequences
+        if long and heads * total // QUERY_BLOCK >= _MANY_BLOCKS:  # noqa: SIM102
+            if hopper_packed.fits_packed(q, k, v, integer, lengths):
+                return integer.spec
+    return choose_variant(q, k, v, lengths.longest_k, plain=False)
+
+
 Masking = Literal["none", "causal", "bool", "float", "factors"]
 """What is added to the logits; ``"factors"`` are relative positions, which PyTorch adds as one mask."""
 
@@ -79,6 +101,9 @@ _BIASED = 1024  # tokens from which the kernel is ahead with a float mask; below
 _LONG_FASTER = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
 _LONG_WIDE = 8192  # the same for heads of more than 192 channels
 _SLICED = 1024  # tokens from which heads of 136 to 160 channels are faster unquantized; causal ones were timed at 4,096
+_LONG_PACKED = 2048  # keys of a query, on average, from which it is faster for packed sequences,
+_NARROW_PACKED = 1280  # the same with up to 64 channels,
+_MEAN_PACKED = 1024  # if they have so many tokens on average, in case the longest is given too long
 _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 _MANY_LOGITS = 2**25  # logits of a call from which the GPU takes longer than the host, about 50 us
 _CAUSAL = 512  # tokens from which hopper_dense.py is faster than cuDNN under causality

@@ -31,6 +31,7 @@ MAX_SLICED = 96  # channels with a mask or relative positions in 16 bit, as slic
 MAX_COLUMNS = 128  # heights and widths of relative positions
 WIDE = range(113, 129)  # channels of causal heads in 16 bit that stream as well, in blocks of 64 keys,
 WIDE_QUERIES = 8192  # up to so many queries, the most that were timed
+WIDE_MASKED = 1024  # tokens from which they do with a bool mask, causal or not
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all programs
 _PROGRAM_BYTES = 2048  # of each for barriers and the system
 _REGISTERS = {1: 168, 2: 248, 3: 168, 4: 128, 5: 96}  # per thread, with so many warpgroups at work on a multiprocessor
@@ -146,7 +147,7 @@ def fits_mask(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, row: bool = F
     ``row``: the mask is the same for all queries, as that of padding.
     """
     (batch, heads, queries, channels), keys = q.shape, k.shape[2]
-    if q.dtype == torch.int8 or not fits(q, k, v, dtype):
+    if q.dtype == torch.int8 or not fits(q, k, v, dtype, causal=channels in WIDE):
         return False
     return takes_mask(batch, heads, queries, keys, channels, v.shape[3], chip_of(q.device)[1], row)
 
@@ -160,6 +161,9 @@ def takes_mask(
     """
     widest = max(channels, values)
     large = cdiv(queries, 2 * ROWS) * heads * batch >= processors and min(queries, keys) > BLOCK_N
+    if channels in WIDE:
+        large = large and min(queries, keys) >= WIDE_MASKED and queries <= WIDE_QUERIES
+        return HAS_GLUON and large and channels == values and channels % 8 == 0
     large = large and ((row and keys > _ROW_MASK_KEYS) or not takes_bias(queries, keys, widest, False, 2))
     return HAS_GLUON and large and widest <= MAX_CHANNELS and channels % 8 == values % 8 == 0
 
@@ -480,8 +484,11 @@ def _one(logit_scale: float) -> float:
 
 
 def plan_masked(q: Tensor) -> DensePlan:
-    """The plan for the blocks of a mask: each tile of queries has a program, since tiles differ."""
-    return DensePlan(True, 2, _REGISTERS[4], cdiv(q.shape[2], 2 * ROWS) * q.shape[1] * q.shape[0])
+    """The plan for the blocks of a mask. Where a head has many tiles of queries, which differ, each has a program."""
+    tiles, processors = cdiv(q.shape[2], 2 * ROWS), chip_of(q.device)[1]
+    items = tiles * q.shape[1] * q.shape[0]
+    stay = 32 < q.shape[3] <= MAX_CHANNELS and _half_programs_stay(items, tiles, processors)
+    return DensePlan(True, 2, _REGISTERS[4], min(items, 2 * processors) if stay else items)
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, bias: DenseBias = NO_BIAS, causal: bool = False) -> DensePlan:

@@ -119,8 +119,8 @@ if HAS_GLUON:
         IN_ONE: gl.constexpr = _BLOCK_M // BLOCK_N  # blocks in a block of the mask
         if MASKED_FORM:
             entry = entry_of(tile, h, b, mask)
-            partial = gl.load(mask[2] + entry * 2) * IN_ONE
-            blocks = gl.load(mask[2] + entry * 2 + 1) * IN_ONE
+            partial = gl.load(mask[2] + entry * 3) * IN_ONE
+            blocks = gl.load(mask[2] + entry * 3 + 1) * IN_ONE
         else:
             end = NK
             if CAUSAL:

@@ -1,13 +1,10 @@
 """Packed sequences in Hopper's kernel: which calls, and their launch.
 
-Calls with everything in 16 bit. The launch takes Q and K in INT8 with P and V in 16 bit as well, which compiles but was
-never run on a GPU, so that :func:`fits_packed` leaves them to the general kernel. The integer exponential would have no
-bound on logits, since nothing computes the norm of packed keys.
+Calls with everything in 16 bit, and those of the integer exponential, which prepare_packed.py quantizes. Other variants
+with Q and K in INT8 are left to the general kernel.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -16,6 +13,7 @@ from qframework.kernels.attention.hopper import addressable, form_of, reads, sli
 from qframework.kernels.attention.hopper_softmax import ROWS
 from qframework.kernels.attention.operands import Lengths, QuantizedQK
 from qframework.kernels.attention.packed import EDGE, most_items, packed_items_triton
+from qframework.kernels.attention.prepare import can_prepare
 from qframework.kernels.attention.variants import AttentionVariant
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -30,7 +28,7 @@ def fits_packed(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, leng
 
     Lengths are on the device: their mean decides.
     """
-    if variant.quantizes_qk:
+    if variant.quantizes_qk and not (variant.exponential == "integer" and can_prepare(variant)):
         return False
     half = variant.accumulator == "fp16" and v.dtype == torch.float16
     if capability_of(q.device) != (9, 0) or variant.pv != "fp16" or half or variant.smooth_q or v.dtype.itemsize != 2:
@@ -42,7 +40,9 @@ def fits_packed(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, leng
     mean = cdiv(total, sequences), cdiv(k.shape[0], sequences)
     if not takes(sequences, heads, *mean, channels, values, variant, False, chip_of(q.device)[1]):
         return False
-    return max(total, k.shape[0]) < EDGE and all(addressable(x[None]) for x in (q, k, v))
+    read = [] if variant.quantizes_qk else [q, k]
+    read += [] if variant.quantizes_qk and v.dtype != torch.bfloat16 else [v]  # others are quantized first
+    return max(total, k.shape[0]) < EDGE and all(addressable(x[None]) for x in read)
 
 
 def attention_packed(
@@ -54,15 +54,14 @@ def attention_packed(
     lengths: Lengths,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Launch the kernel for packed sequences that :func:`fits_packed` accepts; ``out (total, H, Dv)``."""
+    """Launch the kernel for packed sequences that :func:`fits_packed` accepts; ``out (total, H, Dv)``.
+
+    For the integer exponential ``qk`` and ``v`` are those of prepare_packed.py.
+    """
     (total, heads, channels), (keys, key_heads, values) = qk.q.shape, v.shape
     form = form_of(variant, channels, values, False, packed=True)
     out = v.new_empty((total, heads, values), dtype=dtype)
     items = packed_items_triton(lengths, out, keys, causal)
-    k_norm = out
-    if form.integer:
-        v = v.to(torch.bfloat16)
-        k_norm = torch.full((lengths.q_starts.numel() - 1, key_heads), math.inf, device=v.device)  # nothing is bounded
     q_scale, k_scale = (out, out) if qk.q_scale is None or qk.k_scale is None else (qk.q_scale, qk.k_scale)
     queries = slices_of(qk.q, ROWS, form.block_d, form.rest_d)
     launch(kernel, (min(most_items(lengths, total, heads), chip_of(v.device)[1]),))(
@@ -73,7 +72,7 @@ def attention_packed(
         queries[0],
         q_scale,
         k_scale,
-        k_norm,
+        out if qk.k_norm is None else qk.k_norm,
         out,
         out,
         q_scale.shape[2],

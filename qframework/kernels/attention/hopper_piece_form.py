@@ -36,7 +36,7 @@ class PieceForm(NamedTuple):
     clipped: bool = False  # causal queries may come after the last key
     block_n: int = BLOCK_N  # keys of a whole block
     several: bool = False  # tiles a program (streaming)
-    by_mask: bool = False  # the blocks of a bool mask are visited (streaming, 16 bit, one tile a program)
+    by_mask: bool = False  # the blocks of a bool mask are visited (streaming, 16 bit)
 
 
 if HAS_GLUON:

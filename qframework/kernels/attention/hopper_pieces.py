@@ -205,13 +205,13 @@ if HAS_GLUON:
         return acc, rest, total, top
 
     @gluon.jit
-    def first_products(WHO: gl.constexpr, q, k_tile, FORM: gl.constexpr):
+    def first_products(WHO: gl.constexpr, q, k_tile, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """Q K^T of the pieces, within one block in shared memory, for warpgroup ``WHO`` of a tile of queries.
 
-        Of the keys of a tile's own places, under causality, warpgroup 0 attends to the first half.
+        Of the keys of a tile's own places, with CAUSAL, warpgroup 0 attends to the first half.
         """
         FIRST: gl.constexpr = FORM.first
-        SECOND: gl.constexpr = 0 if FORM.causal and WHO == 0 and not FORM.clipped else FORM.second
+        SECOND: gl.constexpr = 0 if CAUSAL and WHO == 0 and not FORM.clipped else FORM.second
         k = k_tile.reshape((FORM.block_n, FORM.block_d))
         first = products(q, k.slice(0, FIRST), None, FIRST, FORM)
         if SECOND > 0:
@@ -224,15 +224,15 @@ if HAS_GLUON:
 
     @gluon.jit
     def first_visit(
-        WHO: gl.constexpr, s, s2, v_tile, scale, start, NK, row, VALUES: gl.constexpr, FORM: gl.constexpr
+        WHO: gl.constexpr, s, s2, v_tile, scale, start, NK, row, VALUES: gl.constexpr, CAUSAL: gl.constexpr,
+        FORM: gl.constexpr,
     ):  # fmt: skip
         """As ``visit_pieces`` with ``first_products``, for queries from ``row`` on and keys from ``start`` on."""
         FIRST: gl.constexpr = FORM.first
-        SECOND: gl.constexpr = 0 if FORM.causal and WHO == 0 and not FORM.clipped else FORM.second
-        CAUSAL: gl.constexpr = FORM.causal
+        SECOND: gl.constexpr = 0 if CAUSAL and WHO == 0 and not FORM.clipped else FORM.second
         DV: gl.constexpr = FORM.block_dv
         RESULT: gl.constexpr = result_layout(DV, FORM)
-        LAST: gl.constexpr = FORM.masked or FORM.causal  # the last piece has a mask
+        LAST: gl.constexpr = FORM.masked or CAUSAL  # the last piece has a mask
         MASK_FIRST: gl.constexpr = (LAST and SECOND == 0) or FORM.clipped
         kept = _attended(s, start, NK, row, CAUSAL) if MASK_FIRST else None
         kept2 = _attended(s2, start + FIRST, NK, row, CAUSAL) if LAST and SECOND > 0 else None
@@ -312,6 +312,15 @@ if HAS_GLUON:
         acc = gl.zeros((FORM.warpgroups * _ROWS, DV), gl.float32, RESULT)
         total = gl.full(by_thread.shape, 0.0, gl.float32, by_thread.type.layout)
         return acc, acc, total, gl.full(row.shape, -1e30, gl.float32, row.type.layout)
+
+    @gluon.jit
+    def in_layouts(state, like):
+        """``state`` in the layouts of ``like``, by which no value moves."""
+        acc, rest, total, top = state
+        acc = gl.convert_layout(acc, like[0].type.layout, assert_trivial=True)
+        rest = gl.convert_layout(rest, like[1].type.layout, assert_trivial=True)
+        total = gl.convert_layout(total, like[2].type.layout, assert_trivial=True)
+        return acc, rest, total, gl.convert_layout(top, like[3].type.layout, assert_trivial=True)
 
     @gluon.jit
     def visit(s, s2, v_tile, state, scale, VALUES: gl.constexpr, FORM: gl.constexpr):

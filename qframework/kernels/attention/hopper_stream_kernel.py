@@ -7,7 +7,8 @@ and across tiles. Of INT8 values each warpgroup converts half of a block to floa
 
 The last keys that a tile attends to, which alone may need a mask, are visited first, in pieces as in
 hopper_resident_kernel.py: under causality those of the tile's own places. With a bool mask the blocks of mask_blocks.py
-are visited instead: those kept in part, then those kept whole, whose instructions are those without a mask.
+are visited instead: those kept in part, then those kept whole, whose instructions are those without a mask. Where the
+first is that of the tile's own places and keeps what causality would, it is visited as a causal one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if HAS_GLUON:
         block_products,
         first_products,
         first_visit,
+        in_layouts,
         no_visit,
         scales_of,
         store_log_sum_exp,
@@ -78,29 +80,35 @@ if HAS_GLUON:
         if CAUSAL:
             blocks = gl.minimum(blocks, (tile + 1) * IN_TILE - 1)
         if BY_MASK:
-            blocks = gl.load(mask[2] + entry_of(tile, h, b, mask) * 2 + 1) - 1
+            blocks = gl.load(mask[2] + entry_of(tile, h, b, mask) * 3 + 1) * IN_TILE - 1
         return tile, h, b, h // GROUP, blocks
 
     @gluon.jit
     def _visits(WHO: gl.constexpr, tile, h, b, NK, mask, FORM: gl.constexpr):
-        """Of a warpgroup's part of a tile: (its blocks in the order of visits, their bits, how many are partial)."""
+        """Of a warpgroup's part of a tile: (its blocks in the order of visits, their bits, how many are partial, ...).
+
+        The last is 1 if the first block is causal, of the tile's own places.
+        """
         BY_MASK: gl.constexpr = FORM.by_mask
         order = tile  # stands for nothing, as the others
         bits = tile
         partial = tile
+        own = tile
         if BY_MASK:
             entry = entry_of(tile, h, b, mask)
             before = entry * gl.cdiv(NK, _MASK_BLOCK)
             order = mask[1] + before
             bits = mask[0] + before * (_MASK_BLOCK * _MASK_WORDS) + WHO * (_ROWS * _MASK_WORDS)
-            partial = gl.load(mask[2] + entry * 2)
-        return order, bits, partial
+            partial = gl.load(mask[2] + entry * 3) * (_MASK_BLOCK // FORM.block_n)
+            own = gl.load(mask[2] + entry * 3 + 2)
+        return order, bits, partial, own
 
     @gluon.jit
     def _block(i, blocks, order, FORM: gl.constexpr):
-        """The block of keys of a tile's ``i``-th visit."""
+        """The block of keys of a tile's ``i``-th visit; of a block of the mask the last first."""
         BY_MASK: gl.constexpr = FORM.by_mask
-        return gl.load(order + i) if BY_MASK else blocks - i
+        IN_ONE: gl.constexpr = _MASK_BLOCK // FORM.block_n
+        return gl.load(order + i // IN_ONE) * IN_ONE + (IN_ONE - 1 - i % IN_ONE) if BY_MASK else blocks - i
 
     @gluon.jit
     def _following(WHO: gl.constexpr, i, blocks, order, ahead, FORM: gl.constexpr):
@@ -109,19 +117,24 @@ if HAS_GLUON:
         block = 0
         if BY_MASK and WHO == 0:
             block = _block(gl.minimum(i + 1, blocks), blocks, order, FORM)
+            if FORM.several:
+                block = gl.where(i == blocks, ahead[6], block)
         if not BY_MASK:
             block = gl.where(i == blocks, ahead[5], blocks - i - 1)
         return block
 
     @gluon.jit
     def _ahead(work, tile, h, b, kv, blocks, sizes, mask, FORM: gl.constexpr):
-        """(whether this program has an item after ``work``, its place)."""
+        """(whether this program has an item after ``work``, its place, and with a mask its first block)."""
         more = False
+        first = 0
         if FORM.several:
             after = work + gl.num_programs(0)
             more = after < sizes[5]
             tile, h, b, kv, blocks = _place(after, sizes, mask, FORM)
-        return more, tile, h, b, kv, blocks
+            if FORM.by_mask:
+                first = gl.load(mask[1] + entry_of(tile, h, b, mask) * gl.cdiv(sizes[2], _MASK_BLOCK))
+        return more, tile, h, b, kv, blocks, first
 
     @gluon.jit
     def _begin(WHO: gl.constexpr, tile, blocks, FORM: gl.constexpr):
@@ -163,7 +176,7 @@ if HAS_GLUON:
     ):  # fmt: skip
         """Q K^T of the ``i``-th visit is done: load what the next one needs, this tile's or the next tile's."""
         key_slot, key_phase, value_slot, value_phase = at
-        more, next_tile, next_h, next_b, next_kv, _next_blocks = ahead
+        more, next_tile, next_h, next_b, next_kv, _next_blocks, _next_first = ahead
         k_free, v_free = barriers[2], barriers[4]
         mbarrier.arrive(k_free.index(key_slot), count=1)
         last = i == blocks
@@ -229,15 +242,18 @@ if HAS_GLUON:
         if PARTIAL:
             block = _block(i, blocks, order, FORM)
             no_scores = gl.zeros((_ROWS, _HALF), gl.float32, scores_layout(_HALF, False, FORM))
-            words = kept_words(bits, block, 0, no_scores)
-            words2 = kept_words(bits, block, _HALF, no_scores)
+            if FORM.halves:
+                words = kept_words(bits, block, 0, no_scores)
+                words2 = kept_words(bits, block, _HALF, no_scores)
+            else:
+                words = kept_words(bits, block // 2, block % 2 * _HALF, no_scores)
         mbarrier.wait(barriers[1].index(at[0]), at[1])
         keys = shared[1].index(at[0])
         s, s2 = block_products((q, q), (keys, keys), FORM)
         _after_products(WHO, i, following, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
         if PARTIAL:
             s = kept_scores(s, words)
-            s2 = kept_scores(s2, words2)
+            s2 = kept_scores(s2, words2) if FORM.halves else s
         mbarrier.wait(barriers[3].index(at[2]), at[3])
         values = shared[3].index(at[2])
         state = visit(s, s2, (values, values), state, scale, VALUES, FORM)
@@ -263,7 +279,7 @@ if HAS_GLUON:
             _convert(WHO, at, shared, barriers, FORM)
         for work in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
             tile, h, b, kv, blocks = _place(work, sizes, mask, FORM)
-            order, bits, partial = _visits(WHO, tile, h, b, NK, mask, FORM)
+            order, bits, partial, own = _visits(WHO, tile, h, b, NK, mask, FORM)
             ahead = _ahead(work, tile, h, b, kv, blocks, sizes, mask, FORM)
             more = ahead[0]
             scale, factor = scales_of(scales, h, kv, logit_scale, PER_HEAD)
@@ -276,7 +292,25 @@ if HAS_GLUON:
             if row < N:
                 if BY_MASK:
                     state = no_visit(FORM)
-                    for i in range(partial):
+                    begin = own
+                    if own == 1:
+                        # Of two blocks of its own places the first visited is the second warpgroup's alone.
+                        SKIPS: gl.constexpr = 1 if WHO == 0 and not FORM.halves else 0
+                        if SKIPS == 1:
+                            at = _keep_pace(WHO, 0, kv, b, blocks, order, at, ahead, descs, shared, barriers, FORM)
+                            begin = own + 1
+                        following = _following(WHO, SKIPS, blocks, order, ahead, FORM)
+                        mbarrier.wait(k_ready.index(at[0]), at[1])
+                        first, second = first_products(WHO, q, k_ring.index(at[0]), True, FORM)
+                        _after_products(WHO, SKIPS, following, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+                        mbarrier.wait(v_ready.index(at[2]), at[3])
+                        start = (tile * 2 + (0 if FORM.halves else WHO)) * _ROWS
+                        first_state = first_visit(
+                            WHO, first, second, v_ring.index(at[2]), scale, start, NK, row, VALUES, True, FORM
+                        )
+                        state = in_layouts(first_state, state)
+                        at = _after_values(WHO, SKIPS, blocks, more, at, shared, barriers, FORM)
+                    for i in range(begin, partial):
                         state, at = _visit(
                             WHO, True, i, kv, b, blocks, order, bits, q, scale, state, at, ahead, descs, shared,
                             barriers, VALUES, FORM,
@@ -285,11 +319,13 @@ if HAS_GLUON:
                 else:
                     following = _following(WHO, begin, blocks, order, ahead, FORM)
                     mbarrier.wait(k_ready.index(at[0]), at[1])
-                    first, second = first_products(WHO, q, k_ring.index(at[0]), FORM)
+                    first, second = first_products(WHO, q, k_ring.index(at[0]), FORM.causal, FORM)
                     _after_products(WHO, begin, following, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
                     mbarrier.wait(v_ready.index(at[2]), at[3])
                     start = (blocks - begin) * FORM.block_n
-                    state = first_visit(WHO, first, second, v_ring.index(at[2]), scale, start, NK, row, VALUES, FORM)
+                    state = first_visit(
+                        WHO, first, second, v_ring.index(at[2]), scale, start, NK, row, VALUES, FORM.causal, FORM
+                    )
                     at = _after_values(WHO, begin, blocks, more, at, shared, barriers, FORM)
                     begin = begin + 1
                 for i in range(begin, blocks + 1):
@@ -346,7 +382,7 @@ if HAS_GLUON:
         FORM: gl.constexpr,
         OVERLAP: gl.constexpr = False,
     ):
-        """Grid of any size up to ITEMS: each program computes every ``num_programs``-th tile; ITEMS with a mask."""
+        """Grid of any size up to ITEMS: each program computes every ``num_programs``-th tile."""
         INT8: gl.constexpr = FORM.int8_values
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
@@ -383,7 +419,7 @@ if HAS_GLUON:
         mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)
         wait_for_previous_kernel(OVERLAP)
         tile, h, b, kv, blocks = _place(gl.program_id(0), sizes, mask, FORM)
-        order, _bits, _partial = _visits(0, tile, h, b, NK, mask, FORM)
+        order, _bits, _partial, _own = _visits(0, tile, h, b, NK, mask, FORM)
         for i in gl.static_range(2):
             _load_queries(i, tile, h, b, descs, shared, barriers)
         _load(_block(0, blocks, order, FORM), b, kv, 0, 0, descs, shared, barriers, FORM)

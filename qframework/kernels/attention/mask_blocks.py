@@ -2,7 +2,8 @@
 
 Formula: a block of BLOCK queries and BLOCK keys is kept whole, in part or not at all. A tile of queries visits its
 partial blocks, then its whole ones, which need no mask; softmax does not depend on the order. Causality is part of the
-mask. A tile that keeps nothing visits block 0, whose bits are all 0.
+mask. A tile that keeps nothing visits block 0, whose bits are all 0. A block of the queries' own places that keeps what
+causality would is visited first: kernels that know such blocks mask it without bits.
 
 Layout: ``mask (M, H, N, Nk)``, any strides. One that broadcasts over batch, heads or queries has one entry for all of
 them. Bits are stored, and defined, for partial blocks and block 0 alone. Hopper's attention finds them itself, or takes
@@ -27,7 +28,7 @@ from qframework.kernels.runtime.triton import tl, triton
 BLOCK = 128
 WORDS = BLOCK // 32
 _ROW_BLOCKS = 64  # of a mask that broadcasts over queries, up to which one program reads all of them
-_NONE, _PARTIAL, _WHOLE = (tl.constexpr(n) for n in range(3))
+_NONE, _PARTIAL, _WHOLE, _OWN = (tl.constexpr(n) for n in range(4))
 
 
 class MaskBlocks(NamedTuple):
@@ -35,7 +36,7 @@ class MaskBlocks(NamedTuple):
 
     bits: Tensor  # (M, H, T, blocks, BLOCK, WORDS) int32: bit j of word w is 1 where key 32 w + j is kept
     order: Tensor  # (M, H, T, blocks) int32: the blocks to visit, partial ones first
-    counts: Tensor  # (M, H, T, 2) int32: the number of partial blocks, and of blocks to visit
+    counts: Tensor  # (M, H, T, 3) int32: partial blocks, blocks to visit, whether the first is causal, of own places
     seen: Tensor | None  # (M, Hkv or 1, Nk) int32: 1 for a key that some query attends to
 
 
@@ -72,11 +73,14 @@ def _classify_kernel(
     some = tl.max(tl.max(kept, 1), 0)
     every = tl.min(tl.min(tl.where((row < N)[:, None], kept, 1), 1), 0)  # queries beyond the last change nothing
     kind = tl.where(every == 1, _WHOLE, tl.where(some == 1, _PARTIAL, _NONE))
+    if (kind == _PARTIAL) & (block == tile) & (N <= NK):
+        as_causal = (kept == (key[None, :] <= row[:, None]).to(tl.int32)) | (row >= N)[:, None]
+        kind = tl.where(tl.min(tl.min(as_causal.to(tl.int32), 1), 0) == 1, _OWN, kind)
     tl.store(kinds_ptr + pid, kind.to(tl.int8))
     if seen_ptr is not None:
         seen_ptrs = seen_ptr + head // GROUP * NK + key
         tl.atomic_max(seen_ptrs, 1, mask=(tl.max(kept, 0) == 1) & (key < NK), sem="relaxed")
-    if kind == _PARTIAL or block == 0:
+    if kind == _PARTIAL or kind == _OWN or block == 0:  # noqa: SIM109  (no tuples in kernels)
         words = tl.sum(tl.reshape(kept, (BLOCK, BLOCK // 32, 32)) << tl.arange(0, 32)[None, None, :], 2)
         out = tl.arange(0, BLOCK)[:, None] * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[None, :]
         tl.store(bits_ptr + pid * BLOCK * (BLOCK // 32) + out, words)
@@ -96,7 +100,7 @@ def _order_kernel(
     tile = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
     kind = tl.load(kinds_ptr + tile * BLOCKS + block, mask=block < BLOCKS, other=0).to(tl.int32)
-    _store_order(kind, block, order_ptr + tile * BLOCKS, counts_ptr + tile * 2)
+    _store_order(kind, block, order_ptr + tile * BLOCKS, counts_ptr + tile * 3)
 
 
 @triton.jit(do_not_specialize=["H", "GROUP", "NK", "BLOCKS"])
@@ -128,7 +132,7 @@ def _row_kernel(
     kind = tl.where(tl.min(kept, 1) == 1, _WHOLE, tl.where(tl.max(kept, 1) == 1, _PARTIAL, _NONE))
     if seen_ptr is not None:
         tl.atomic_max(seen_ptr + head // GROUP * NK + key, 1, mask=kept == 1, sem="relaxed")
-    _store_order(kind, block, order_ptr + head * BLOCKS, counts_ptr + head * 2)
+    _store_order(kind, block, order_ptr + head * BLOCKS, counts_ptr + head * 3)
     words = tl.sum(tl.reshape(kept, (PADDED, WORDS, 32)) << tl.arange(0, 32)[None, None, :], 2)
     out = bits_ptr + (head * BLOCKS + block[:, None]) * (BLOCK * WORDS) + tl.arange(0, WORDS)[None, :]
     stored = ((kind == _PARTIAL) | (block == 0))[:, None] & (words == words)
@@ -141,11 +145,13 @@ def _store_order(kind, block, order_ptr, counts_ptr):
     """The order and the counts of a tile, of the kinds of its blocks."""
     kind = tl.where((tl.max(kind, 0) == _NONE) & (block == 0), _PARTIAL, kind)
     partial, whole = (kind == _PARTIAL).to(tl.int32), (kind == _WHOLE).to(tl.int32)
-    partials = tl.sum(partial, 0)
-    at = tl.where(kind == _PARTIAL, tl.cumsum(partial, 0), partials + tl.cumsum(whole, 0)) - 1
-    tl.store(order_ptr + at, block, mask=kind != _NONE)
+    own = tl.max((kind == _OWN).to(tl.int32), 0)
+    partials = own + tl.sum(partial, 0)
+    at = tl.where(kind == _PARTIAL, own + tl.cumsum(partial, 0), partials + tl.cumsum(whole, 0)) - 1
+    tl.store(order_ptr + tl.where(kind == _OWN, 0, at), block, mask=kind != _NONE)
     tl.store(counts_ptr, partials)
     tl.store(counts_ptr + 1, partials + tl.sum(whole, 0))
+    tl.store(counts_ptr + 2, own)
 
 
 class MaskSizes(NamedTuple):
@@ -181,10 +187,14 @@ def mask_blocks_ref(
     beyond = (torch.arange(tiles * BLOCK, device=mask.device) >= queries).view(tiles, 1, BLOCK, 1)
     whole = (kept | beyond).flatten(-2).all(-1)
     partial = kept.flatten(-2).any(-1) & ~whole
+    own = torch.zeros_like(partial)
+    for tile in range(min(tiles, blocks) if queries <= keys else 0):
+        as_causal = (kept[..., tile, tile, :, :] == mask.new_ones(BLOCK, BLOCK).tril()) | beyond[tile]
+        own[..., tile, tile] = partial[..., tile, tile] & as_causal.flatten(-2).all(-1)
     partial[..., 0] |= ~(whole | partial).any(-1)
-    rank = 2 - 2 * partial.to(torch.int32) - whole.to(torch.int32)
+    rank = 2 - 2 * partial.to(torch.int32) - whole.to(torch.int32) - own.to(torch.int32)
     order = rank.argsort(dim=-1, stable=True).to(torch.int32)
-    counts = torch.stack([partial.sum(-1), (partial | whole).sum(-1)], -1).to(torch.int32)
+    counts = torch.stack([partial.sum(-1), (partial | whole).sum(-1), own.any(-1)], -1).to(torch.int32)
     words = kept.unflatten(-1, (WORDS, 32)).long() << torch.arange(32, device=mask.device)
     bits = words.sum(-1)
     bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
@@ -232,7 +242,7 @@ def _empty_blocks(like: Tensor, sizes: MaskSizes, queries: int, keys: int) -> Ma
     tiles = (sizes.batch, sizes.heads, cdiv(queries, BLOCK))
     bits, order, counts = (
         torch.empty((*tiles, *size), dtype=torch.int32, device=like.device)
-        for size in ((blocks, BLOCK, WORDS), (blocks,), (2,))
+        for size in ((blocks, BLOCK, WORDS), (blocks,), (3,))
     )
     return MaskBlocks(bits, order, counts, None)
 

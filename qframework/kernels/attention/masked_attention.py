@@ -75,7 +75,7 @@ class MaskedAttentionArguments(NamedTuple):
         count = cdiv(keys, BLOCK)
         check_shape(name, "order", self.order, (*tiles, count))
         check_shape(name, "bits", self.bits, (*tiles, count, BLOCK, WORDS))
-        check_shape(name, "counts", self.counts, (*tiles, 2))
+        check_shape(name, "counts", self.counts, (*tiles, 3))
 
     def empty_result(self) -> Tensor:
         """The uninitialized result."""

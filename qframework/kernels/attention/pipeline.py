@@ -29,7 +29,7 @@ from qframework.kernels.attention.arguments import (
     canonical,
     default_scale,
 )
-from qframework.kernels.attention.auto import choose_variant
+from qframework.kernels.attention.auto import choose_packed_variant, choose_variant
 from qframework.kernels.attention.mask_blocks import MaskBlocks, mask_blocks_triton
 from qframework.kernels.attention.operands import (
     LOG2_E,
@@ -43,6 +43,7 @@ from qframework.kernels.attention.operands import (
 )
 from qframework.kernels.attention.padding import hidden_keys, without_hidden
 from qframework.kernels.attention.prepare import can_prepare, prepare_triton
+from qframework.kernels.attention.prepare_packed import prepare_packed_triton
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref, quantize_tokens_triton
 from qframework.kernels.attention.quantize_v import quantize_values_ref, quantize_values_triton, values_in_fp16
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
@@ -226,6 +227,10 @@ def _attention(
     at = (q.dtype, capability_of(q.device), bias.mask is not None)
     if plain and steps.fuses and can_prepare(variant) and hopper.fits(q, k, v, variant, *at):
         return _prepared(q, k, v, bias, variant, scale, smooth_k)
+    if lengths is not None and steps.fuses and variant.exponential == "integer" and not return_lse:  # noqa: SIM102
+        if hopper_packed.fits_packed(q, k, v, variant, lengths):
+            qk, cast = prepare_packed_triton(q, k, v, variant, scale, smooth_k, lengths)
+            return hopper_packed.attention_packed(qk, cast, variant, 1.0, bias.causal, lengths, q.dtype), None
     k, v = _without_hidden(k, v, bias.mask, variant, smooth_k)
     values = quantized_values(v, variant, steps, lengths)
     plain = plain and values.scale is None
@@ -311,14 +316,14 @@ SAGE_ATTENTION = declare(
 _CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
 
 
-def _varlen_variant(x: VarlenArguments) -> AttentionVariant:
+def _varlen_variant(x: VarlenArguments, lengths: Lengths) -> AttentionVariant:
     auto = x.variant == "auto"
-    return resolve(choose_variant(x.query, x.key, x.value, x.max_seqlen_k, plain=False) if auto else x.variant)
+    return resolve(choose_packed_variant(x.query, x.key, x.value, lengths, x.is_causal) if auto else x.variant)
 
 
 def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
     """``sage_attention_varlen``, one sequence at a time."""
-    chosen = _varlen_variant(x)
+    chosen = _varlen_variant(x, Lengths(x.cu_seqlens_q, x.cu_seqlens_k, x.max_seqlen_q, x.max_seqlen_k))
     out = x.empty_result().zero_()
     scale = default_scale(x.query, x.scale)
     for q_rows, k_rows in zip(*x.sequences(), strict=True):
@@ -336,10 +341,10 @@ def sage_attention_varlen_triton(x: VarlenArguments) -> Tensor:
     check_device(x.query.device)
     if _CHECK_ON_GPU:
         x.sequences()
-    chosen = _varlen_variant(x)
+    lengths = Lengths(x.cu_seqlens_q.contiguous(), x.cu_seqlens_k.contiguous(), x.max_seqlen_q, x.max_seqlen_k)
+    chosen = _varlen_variant(x, lengths)
     if x.query.numel() == 0 or x.key.numel() == 0:
         return x.empty_result().zero_()
-    lengths = Lengths(x.cu_seqlens_q.contiguous(), x.cu_seqlens_k.contiguous(), x.max_seqlen_q, x.max_seqlen_k)
     query, key, value = last_contiguous(x.query), last_contiguous(x.key), last_contiguous(x.value)
     bias, scale = Bias(causal=x.is_causal), default_scale(x.query, x.scale)
     out, _ = _attention(query, key, value, bias, chosen, scale, x.smooth_k, False, TRITON_STEPS, lengths)

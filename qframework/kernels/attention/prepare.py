@@ -118,15 +118,19 @@ def _seen(seen, batch, head, n, N):
 
 
 @triton.jit
-def _quantized_tile(
-    x, q, seen, scale_ptr, mean, factor, tile, head, HEADS, N, D, G: tl.constexpr, QUERIES: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+def quantized_tile(
+    x, q, seen, scale_ptr, mean, factor, tile, head, HEADS, N, D, START, GROUPS, G: tl.constexpr,
+    QUERIES: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one tile of a head of ``x`` and store it; ``(integers, scale of each row)``."""
+    """Quantize one tile of a head of ``x`` and store it; ``(integers, scale of each row)``.
+
+    Its sequence has N tokens from START on, and GROUPS scales.
+    """
     n = tile * TILE + tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     mask = (n < N)[:, None] & (d < D)[None, :]
-    x_ptrs = x.data + head // HEADS * x.batch + head % HEADS * x.head + n[:, None] * x.token + d[None, :]
+    x_base = x.data + START * x.token + head // HEADS * x.batch + head % HEADS * x.head
+    x_ptrs = x_base + n[:, None] * x.token + d[None, :]
     used = mask & _seen(seen, head // HEADS, head % HEADS, n, N)[:, None]
     y = tl.load(x_ptrs, mask=used, other=0.0).to(tl.float32)
     y = tl.where(used, (y - mean[None, :]) * factor, 0.0)
@@ -135,14 +139,23 @@ def _quantized_tile(
     scale, row_scale = group_scale(counted, 127, LEAST_SCALE, G.span, G.groups, G.modulo, G.divisor, TILE)
     IN_TILE: tl.constexpr = TILE // G.span * G.groups
     g = tile * IN_TILE + tl.arange(0, IN_TILE)
-    groups = tl.cdiv(N, G.span) * G.groups
-    tl.store(scale_ptr + head * groups + g, scale, mask=g < groups)
+    tl.store(scale_ptr + head * GROUPS + g, scale, mask=g < GROUPS)
     values = to_integers(y, tl.math.div_rn(1.0, row_scale)[:, None], 127)
     if QUERIES:
         values = mark_rows(values, amax, d < D, 127)
-    q_ptrs = q.data + head // HEADS * q.batch + head % HEADS * q.head + n[:, None] * q.token + d[None, :]
-    tl.store(q_ptrs, values, mask=mask)
+    q_base = q.data + START * q.token + head // HEADS * q.batch + head % HEADS * q.head
+    tl.store(q_base + n[:, None] * q.token + d[None, :], values, mask=mask)
     return values, row_scale
+
+
+@triton.jit
+def tile_mean(sums_ptr, counts_ptr, head, D, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The mean of a head's keys from the sums of its parts."""
+    d = tl.arange(0, BLOCK_D)
+    part = head * PARTS + tl.arange(0, PARTS)
+    count = tl.maximum(tl.sum(tl.load(counts_ptr + part), 0), 1)
+    total = tl.sum(tl.load(sums_ptr + part[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0), 0)
+    return tl.math.div_rn(total, count.to(tl.float32))
 
 
 @triton.jit
@@ -196,22 +209,22 @@ def _prepare_kernel(
         tiles = tl.cdiv(N, TILE)
         no_mean = tl.zeros((BLOCK_D,), tl.float32)
         head = (pid // tiles).to(tl.int64)
-        _quantized_tile(
-            q, q8, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, Q_GROUPS, True, TILE, BLOCK_D
-        )
+        groups = tl.cdiv(N, Q_GROUPS.span) * Q_GROUPS.groups
+        quantized_tile(
+            q, q8, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, 0, groups, Q_GROUPS, True, TILE,
+            BLOCK_D,
+        )  # fmt: skip
     elif pid < Q_PROGRAMS + K_PROGRAMS:
         item = pid - Q_PROGRAMS
         head = (item // k_tiles).to(tl.int64)
         mean = tl.zeros((BLOCK_D,), tl.float32)
         if sums_ptr is not None:
-            part = head * K_PARTS + tl.arange(0, K_PARTS)
-            sums_ptrs = sums_ptr + part[:, None] * D + d[None, :]
-            count = tl.maximum(tl.sum(tl.load(counts_ptr + part), 0), 1)
-            total = tl.sum(tl.load(sums_ptrs, mask=(d < D)[None, :], other=0.0), 0)
-            mean = tl.math.div_rn(total, count.to(tl.float32))
-        values, scale = _quantized_tile(
-            k, k8, seen, k_scale_ptr, mean, 1.0, item % k_tiles, head, HKV, NK, D, K_GROUPS, False, TILE, BLOCK_D
-        )
+            mean = tile_mean(sums_ptr, counts_ptr, head, D, K_PARTS, BLOCK_D)
+        groups = tl.cdiv(NK, K_GROUPS.span) * K_GROUPS.groups
+        values, scale = quantized_tile(
+            k, k8, seen, k_scale_ptr, mean, 1.0, item % k_tiles, head, HKV, NK, D, 0, groups, K_GROUPS, False, TILE,
+            BLOCK_D,
+        )  # fmt: skip
         if norm_ptr is not None:
             values = values.to(tl.float32)
             norm = tl.sqrt(tl.sum(values * values, 1)) * scale

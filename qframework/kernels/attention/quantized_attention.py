@@ -126,7 +126,7 @@ def quantized_attention_triton(
         raise QFrameworkError("quantized_attention: values must not be paired, got a call that Hopper's kernel leaves")
     unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and values.scale is None
     int8 = int8 and qk.q.dtype == torch.int8
-    packable = unbiased and logit_scale > 0 and (int8 or not variant.quantizes_qk)
+    packable = unbiased and normed and logit_scale > 0 and (int8 or not variant.quantizes_qk)
     if lengths is not None and packable and hopper_packed.fits_packed(qk.q, qk.k, values.v, variant, lengths):
         return hopper_packed.attention_packed(qk, values.v, variant, logit_scale, bias.causal, lengths, dtype), None
     mode = _mode(variant, values.v)

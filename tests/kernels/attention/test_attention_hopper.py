@@ -215,8 +215,9 @@ def test_compiles_with_scales_per_thread_and_fp8_values(variant, width, causal, 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
-def test_compiles_for_packed_sequences(width, causal, tmp_path) -> None:
-    _compiles_without_spilling(width, "bf16", causal, "unquantized", False, tmp_path, packed=True)
+@pytest.mark.parametrize("variant", ["unquantized", "integer_exp"])
+def test_compiles_for_packed_sequences(variant, width, causal, tmp_path) -> None:
+    _compiles_without_spilling(width, "bf16", causal, variant, False, tmp_path, packed=True)
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
@@ -448,7 +449,7 @@ def test_packed_sequences_agree_with_dense_calls(variant: str, causal: bool, mon
     v[900:940] = torch.nan
     k[940:980] = torch.inf
     out = torch.ops.qframework.sage_attention_varlen(q, k, v, *starts, 1300, 2000, causal, variant=variant)
-    assert len(calls) == (ON_HOPPER and variant == "unquantized"), "the wrong kernel"
+    assert len(calls) == (ON_HOPPER and variant != SPEC), "the wrong kernel"
     assert not out[int(queries.sum()) :].any()
     for i, (rows, of_keys) in enumerate(lengths):
         if i == 2:  # its first keys are not finite

@@ -18,15 +18,18 @@ from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-KINDS = ("padding", "causal and padding", "band", "heads", "blocks", "rows")
+KINDS = ("padding", "causal", "causal and padding", "band", "heads", "blocks", "rows")
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
-@pytest.mark.parametrize(("kind", "width"), [("fp16", 64), ("bf16", 64), ("fp16", 32)])
-def test_compiles_without_spilling(kind: str, width: int, tmp_path) -> None:
-    """Two programs fit a multiprocessor, as without a mask."""
-    compiled = compile_streaming(kind, kind, 577, width, causal=False, several=False, masked=True)
-    check_compiled(compiled, False, 16, tmp_path)
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(("kind", "width"), [("fp16", 64), ("bf16", 64), ("fp16", 32), ("fp16", 128)])
+def test_compiles_without_spilling(kind: str, width: int, several: bool, tmp_path) -> None:
+    """Two programs fit a multiprocessor, as without a mask. Those of several tiles spill what the next tile needs."""
+    if several and width > 64:
+        pytest.skip("each tile of wide heads has a program")
+    compiled = compile_streaming(kind, kind, 577, width, causal=False, several=several, masked=True)
+    check_compiled(compiled, False, 48 if several else 16, tmp_path)
     assert compiled.metadata.shared <= 233472 // 2 - 1024
 
 
@@ -41,6 +44,10 @@ def test_one_form_serves_all_lengths() -> None:
         ((4, 16, 512, 512, 64, 64), True),
         ((4, 16, 512, 512, 40, 56), True),
         ((4, 16, 512, 512, 72, 72), False),  # hopper_kernel.py
+        ((4, 16, 1024, 1024, 128, 128), True),
+        ((4, 16, 1024, 1024, 128, 64), False),
+        ((4, 16, 1000, 1024, 128, 128), False),
+        ((4, 16, 9000, 9000, 128, 128), False),
         ((4, 16, 512, 512, 60, 64), False),  # rows that TMA cannot address
         ((1, 2, 512, 512, 64, 64), False),  # few tiles
         ((40, 16, 512, 128, 64, 64), False),
@@ -75,11 +82,13 @@ def test_auto_takes_masks_of_narrow_heads(channels: int, left: bool, monkeypatch
 
 
 def mask_of(kind: str, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor:
-    """Of which some queries attend to nothing, but with padding and rows."""
+    """Of which some queries attend to nothing, but with padding, causality and rows."""
     row, key = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     lengths = torch.tensor([keys - 37, *[keys // 3] * (batch - 1)]).view(-1, 1, 1, 1)
     if kind == "padding":
         mask = key < lengths
+    elif kind == "causal":
+        mask = (key <= row)[None, None]
     elif kind == "causal and padding":
         mask = (key <= row) & (key < lengths) & (row != 9)
     elif kind == "band":
@@ -98,7 +107,7 @@ def mask_of(kind: str, batch: int, heads: int, queries: int, keys: int) -> torch
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("queries", "keys", "key_heads", "channels", "values"), [
-    (600, 1000, 40, 64, 64), (1025, 515, 10, 40, 56),
+    (600, 1000, 40, 64, 64), (1025, 515, 10, 40, 56), (1025, 1100, 10, 128, 128), (1100, 1025, 40, 120, 120),
 ])  # fmt: skip
 def test_agrees_with_float64(kind, dtype, queries, keys, key_heads, channels, values, monkeypatch) -> None:
     """Also where the call is causal, by the blocks that the search finds, and with NaN in one query."""
@@ -131,9 +140,10 @@ def test_agrees_with_float64(kind, dtype, queries, keys, key_heads, channels, va
 
 
 @pytest.mark.gpu
-def test_repeats_beside_another_stream() -> None:
-    q, k, v = (torch.randn(4, 16, 900, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    mask = mask_of("causal and padding", 4, 16, 900, 900)
+@pytest.mark.parametrize(("batch", "tokens", "channels"), [(4, 900, 64), (24, 500, 64), (4, 1100, 128)])
+def test_repeats_beside_another_stream(batch: int, tokens: int, channels: int) -> None:
+    q, k, v = (torch.randn(batch, 16, tokens, channels, device="cuda", dtype=torch.float16) for _ in range(3))
+    mask = mask_of("causal and padding", batch, 16, tokens, tokens)
     call = lambda: torch.ops.qframework.sage_attention(q, k, v, mask, False, None, False, "unquantized")[0]  # noqa: E731
     first = call()
     other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)

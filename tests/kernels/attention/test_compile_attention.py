@@ -18,6 +18,7 @@ from qframework.kernels.attention import (
     packed,
     pipeline,
     prepare,
+    prepare_packed,
     quantize_qk,
     quantize_v,
     quantized_attention,
@@ -43,7 +44,9 @@ KERNELS = {
     "_quantized_attention_kernel": quantized_attention,
     "_attention_quantize_kernel": quantize_qk,
     "_packed_items_kernel": packed,
+    "_packed_statistics_kernel": prepare_packed,
     "_prepare_kernel": prepare,
+    "_prepare_packed_kernel": prepare_packed,
     "_statistics_kernel": prepare,
     "_value_quantize_kernel": quantize_v,
     "_block_statistics_kernel": token_statistics,
@@ -275,6 +278,18 @@ def test_preparing_for_hopper(launches, dtype, head_dim, name, tmp_path):
     variant = resolve(name)
     recorded = launches("sm_90", lambda: prepare.prepare_triton(*operands(head_dim, dtype=dtype), variant, 0.1, True))
     assert set(recorded) == {"_statistics_kernel", "_prepare_kernel"}
+    for (launch,) in recorded.values():
+        assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 64)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_preparing_packed_sequences_for_hopper(launches, dtype, head_dim, tmp_path):
+    x = torch.zeros(1000, 2, head_dim, dtype=dtype)
+    starts = torch.tensor([0, 300, 1000], dtype=torch.int32)
+    given = (resolve("integer_exp"), 0.1, True, Lengths(starts, starts, 700, 700))
+    recorded = launches("sm_90", lambda: prepare_packed.prepare_packed_triton(x, x, x, *given))
+    assert set(recorded) == {"_packed_statistics_kernel", "_prepare_packed_kernel"}
     for (launch,) in recorded.values():
         assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 64)
 

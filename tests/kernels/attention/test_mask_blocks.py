@@ -28,6 +28,10 @@ MASKS = {
     "padding expanded": padding(2, KEYS),
     "random of heads": torch.rand(2, 3, QUERIES, KEYS) > 0.5,
     "transposed": band(KEYS, QUERIES).transpose(2, 3),
+    "causal and padding": torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool).tril() & padding(2, KEYS),
+    "one key short of causal": torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool)
+    .tril()
+    .index_put(tuple(torch.tensor([x]) for x in (0, 0, 140, 129)), torch.tensor(False)),
     "one row in all": torch.ones(1, 1, QUERIES, 1, dtype=torch.bool).index_fill(2, torch.tensor(7), False),
     "all": torch.ones(1, 1, 1, 1, dtype=torch.bool),
     "none": torch.zeros(1, 1, QUERIES, KEYS, dtype=torch.bool),
@@ -61,8 +65,12 @@ def test_blocks_are_those_of_the_mask(name: str, causal: bool, place: torch.devi
         whole = {j for j, part in enumerate(parts) if part.all() and part.shape[1] == BLOCK}
         partial = {j for j, part in enumerate(parts) if part.any()} - whole
         expected = partial if partial | whole else {0}
-        count, visited = found.counts[m, h, t].tolist()
+        count, visited, own = found.counts[m, h, t].tolist()
         order = found.order[m, h, t].tolist()
+        here = full[m, h, t * BLOCK : (t + 1) * BLOCK, t * BLOCK : (t + 1) * BLOCK]
+        same = mask.shape[2] == 1 and not causal  # in all tiles, which share an entry
+        assert own == (t in partial and not same and torch.equal(here, torch.ones_like(here).tril()))
+        assert not own or order[0] == t
         assert (count, visited) == (len(expected), len(expected | whole))
         assert (set(order[:count]), set(order[count:visited])) == (expected, whole)
         for j in expected:
@@ -97,7 +105,7 @@ def check_equal(found, expected) -> None:
     assert torch.equal(seen, other_seen)
     tiles = counts.flatten(0, -2).tolist()
     rows = zip(tiles, *(x.flatten(0, 2) for x in (bits, other_bits, order, other_order)), strict=True)
-    for (partial, visited), mine, theirs, first, second in rows:
+    for (partial, visited, _), mine, theirs, first, second in rows:
         assert torch.equal(first[:visited], second[:visited])
         visits = first[:partial].long()
         assert torch.equal(mine[visits], theirs[visits])
