@@ -119,6 +119,7 @@ def qframework_backend(
         UnsupportedError: an unknown mode or option.
         QFrameworkError: a quantized layer has an invalid scale or dtype; the message names the layer.
     """
+    from qframework.compat.early_launch import early_launch
     from qframework.compat.inductor import compile_graph
 
     register_call_sites()
@@ -138,7 +139,8 @@ def qframework_backend(
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
         for run in passes.FOR_INDUCTOR if lowered else ():
             run(lowering)
-        patches = {**_WITHOUT_CHECKS, **settings.inductor} if lowered else settings.inductor
+        ours = {**_WITHOUT_CHECKS, **early_launch(settings.inductor)} if lowered else {}
+        patches = {**ours, **settings.inductor}
         compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions, cache_key(settings))
     compiled = _below_autograd(compiled) if lowered and on_cpu else compiled
     return _checked(compiled, checks) if checks else compiled

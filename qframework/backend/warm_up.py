@@ -84,14 +84,18 @@ def _on_meta(value: Any) -> Any:
 
 
 def prepare_triton() -> None:
-    """Do what Triton does once in a process in the background, while Dynamo traces the first call; on a GPU."""
-    if HAS_TRITON and not INTERPRET and torch.cuda.is_initialized():
+    """Do what Triton does once in a process in the background, while Dynamo traces the first call.
+
+    On a CPU too, where PyTorch's caches hash Triton's files. The driver would start CUDA where nobody has yet.
+    """
+    if HAS_TRITON and not INTERPRET:
         _prepare_once()
 
 
 @functools.cache
 def _prepare_once() -> None:
-    threading.Thread(target=prepare, name="qframework-prepare").start()
+    driver = torch.cuda.is_initialized()
+    threading.Thread(target=prepare, args=(driver,), name="qframework-prepare").start()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.compiler.config
 
+from qframework.compat.early_launch import waiting_first
 from qframework.compat.missing import explained
 from qframework.compat.subgraphs import one_schema_for_equal_calls
 
@@ -69,7 +70,7 @@ def compile_graph(
             return compile_fx_inner(inner_gm, inputs, **kwargs)
 
     tagged = compiler_config.patch(cache_key_tag=tag)
-    with explained(), tagged, V.set_choices_handler(Choices()), one_schema_for_equal_calls():
+    with explained(), tagged, V.set_choices_handler(Choices()), one_schema_for_equal_calls(), waiting_first():
         return _compiler.compile_fx(
             gm,
             example_inputs,

@@ -44,6 +44,8 @@ _BLOCKS = "INT8 training cannot compute in blocks (BlockTensor)"
 _PERSISTENT = "Inductor quantizes the rows of windows many times as slowly"
 _NO_SITES = "code that Inductor generated cannot call operators past the dispatcher"
 _DISPATCHED = "it calls them through the dispatcher, which takes the host about 7 us longer for each call"
+_EARLY = "kernels of Inductor cannot be launched before the one before them is done, which takes CUDA graphs longer"
+_IN_ORDER = "they are launched one after the other"
 _PYTREE = "nested inputs and outputs of models cannot be flattened"
 _OPTIONS = "options and modes of torch.compile(backend='qframework') cannot be checked"
 _CONVERTED = "modules cannot be converted to INT8 training in place"
@@ -253,6 +255,12 @@ _ROWS = (
     Name("torch._inductor.ir.FallbackKernel.create", _NO_SITES, _DISPATCHED),
     Name("cpp_wrapper", "call sites would be written into C++", source="torch._inductor.graph"),
     Name("_is_fallback_handler", "Inductor takes call sites for its own code", source="torch._inductor.lowering"),
+    # early_launch.py
+    Name("torch._inductor.codegen.triton.TritonKernel._filter_pdl", _EARLY, _IN_ORDER),
+    Name("torch._inductor.codegen.triton.TritonKernel._enable_pdl_codegen", _EARLY),
+    Name("torch._inductor.codegen.triton.TritonKernel.GDC_WAIT", _EARLY),
+    Name("torch._inductor.codegen.triton.TritonKernel.GDC_LAUNCH", _EARLY),
+    Name("_lines", _EARLY, source="torch._inductor.utils"),
     # subgraphs.py
     Name(
         "gen_schema",

@@ -67,8 +67,8 @@ def current_target() -> Any:
 _OFTEN = 1e-4  # seconds
 
 
-def prepare() -> None:
-    """Load Triton's driver and hash Triton's own files, which the first compilation of a process waits for.
+def prepare(driver: bool) -> None:
+    """Hash Triton's own files, which the first compilation of a process waits for, and load its ``driver``.
 
     Runs in a thread while another one runs Python. Triton hashes hundreds of MB, one at a time, and before each of them
     the thread would wait up to 5 ms, Python's default, for the other one to release the GIL.
@@ -78,8 +78,9 @@ def prepare() -> None:
     try:
         if _triton_key is not None:
             _triton_key()
-        with contextlib.suppress(Exception):  # the first compilation raises it again
-            current_target()
+        if driver:
+            with contextlib.suppress(Exception):  # the first compilation raises it again
+                current_target()
     finally:
         sys.setswitchinterval(before)
 

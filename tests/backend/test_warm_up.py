@@ -367,25 +367,27 @@ def test_nothing_happens_where_kernels_are_interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize("initialized", [True, False])
-def test_looking_up_the_backend_prepares_triton_once_where_cuda_runs(monkeypatch, initialized):
+def test_looking_up_the_backend_prepares_triton_once_and_its_driver_where_cuda_runs(monkeypatch, initialized):
     done = []
     warm_up_module._prepare_once.cache_clear()
     monkeypatch.setattr(warm_up_module, "INTERPRET", False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(warm_up_module, "prepare", lambda: done.append(threading.current_thread().name))
+    monkeypatch.setattr(
+        warm_up_module, "prepare", lambda driver: done.append((threading.current_thread().name, driver))
+    )
     for _ in range(2):
         assert callable(qframework.backend.qframework_backend)
     for thread in threading.enumerate():
         if thread.name == "qframework-prepare":
             thread.join()
-    assert done == ["qframework-prepare"] * initialized
+    assert done == [("qframework-prepare", initialized)]
     warm_up_module._prepare_once.cache_clear()
 
 
 def test_prepare_without_a_driver_hashes_triton_and_puts_the_switch_interval_back():
     key, before = pytest.importorskip("triton.runtime.cache").triton_key, sys.getswitchinterval()
     key.cache_clear()
-    prepare()
+    prepare(driver=True)
     assert key.cache_info().currsize == 1
     assert sys.getswitchinterval() == before
 
