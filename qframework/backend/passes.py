@@ -35,6 +35,7 @@ from qframework.graph.expand_patch_embedding import expand_patch_embedding
 from qframework.graph.expand_products import expand_products, why_no_linear
 from qframework.graph.inline_grad_scopes import inline_grad_scopes
 from qframework.graph.nodes import layer_name, operation
+from qframework.graph.select_early import select_early
 
 
 def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
@@ -90,6 +91,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(expand_einsum),
     expand_weighted_products,
     note_layer_order,
+    on_graph(select_early),
     on_graph(use_causal_flag),
     lower_static_attention,
     lower_attention,

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch of Inductor's kernels (``triton.enable_pdl``), where each first waits for all before it.
+"""Programmatic dependent launch of Inductor's kernels (``triton.enable_pdl``), where each first waits for those before.
 
 As Inductor writes them, kernels wait only before they access what the kernel before them wrote. One that reads nothing
 may then end before that kernel does, and the next one, which waits for it alone, starts too early.

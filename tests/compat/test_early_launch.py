@@ -38,9 +38,14 @@ def test_other_kernels_stay_as_they_are():
 
 def test_only_kernels_generated_inside_wait_first():
     original = TritonKernel._filter_pdl
-    with pytest.raises(ValueError, match="inside"), early_launch.waiting_first():
-        assert TritonKernel._filter_pdl is early_launch._wait_first
-        raise ValueError("inside")
+
+    def generate():
+        with early_launch.waiting_first():
+            assert TritonKernel._filter_pdl is early_launch._wait_first
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        generate()
     assert TritonKernel._filter_pdl is original
 
 

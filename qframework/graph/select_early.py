@@ -1,0 +1,194 @@
+"""Selects a token before the operations that compute every token by itself, not behind them.
+
+From::
+
+    attention -> linear -> add -> norm -> linear -> gelu -> linear -> add -> norm -> [:, 0] -> head
+
+To::
+
+    attention -> [:, 0:1] -> linear -> add -> norm -> linear -> gelu -> linear -> add -> norm -> [:, 0] -> head
+
+A classifier reads one token of the last block: three of its four linears, and the norms, then compute one token of each
+sequence. The same holds for the last token of a prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from qframework.compat.dynamo import value_key
+from qframework.graph.nodes import activation_name, add_call, argument, fake_value, is_inactive_dropout, linear_call
+from qframework.graph.shapes import same
+
+aten = torch.ops.aten
+_decomposed = torch.ops.quantized_decomposed
+_ours = torch.ops.qframework
+
+_NORMS = {
+    *(F.layer_norm, torch.layer_norm, aten.layer_norm.default),
+    *(F.rms_norm, torch.rms_norm, aten.rms_norm.default),
+}
+_OF_ELEMENTS = {
+    *(operator.add, torch.add, aten.add.Tensor, operator.mul, torch.mul, aten.mul.Tensor),
+    _decomposed.quantize_per_tensor.default,
+    _decomposed.dequantize_per_tensor.default,
+    _ours.dequantize.default,
+}
+_END = 2**63 - 1  # of a slice that goes on
+
+
+class _Selection(NamedTuple):
+    """The token ``start`` of ``source (B, N, C)``; ``stop`` is behind it."""
+
+    source: Node
+    start: int
+    stop: int
+
+
+def select_early(gm: GraphModule) -> None:
+    """Move, in place, every selection of one token as far up as each token is computed by itself."""
+    for node in list(gm.graph.nodes):
+        selection = _selection(node)
+        if selection is not None and (moved := _movable(gm, selection)):
+            _move(gm, node, selection, moved)
+
+
+def _selection(node: Node) -> _Selection | None:
+    """Which token ``node`` selects; None if it does something else."""
+    if node.op != "call_function" or not node.args or not isinstance(source := node.args[0], Node):
+        return None
+    fake, result = fake_value(source), fake_value(node)
+    if fake is None or result is None or fake.ndim != 3 or not fake.is_floating_point():
+        return None
+    if node.target is aten.select.int and len(node.args) == 3 and node.args[1] in (1, -2):
+        index: Any = node.args[2]
+    elif node.target is operator.getitem and isinstance(node.args[1], tuple):
+        everything = slice(None, None, None)
+        first, index, *rest = (*node.args[1], None, None)[:3]
+        if first != everything or any(part not in (None, everything) for part in rest) or len(node.args[1]) < 2:
+            return None
+    elif node.target is aten.slice.Tensor and 3 <= len(node.args) <= 4 and node.args[1] in (1, -2):
+        index = slice(*node.args[2:])
+    else:
+        return None
+    if type(index) is int:
+        return _Selection(source, index, index + 1 if index != -1 else _END)
+    if not isinstance(index, slice) or index.step not in (None, 1) or type(index.start) is not int:
+        return None
+    if result.ndim != 3 or not same(result.shape[1], 1) or type(index.stop) not in (int, type(None)):
+        return None
+    return _Selection(source, index.start, _END if index.stop is None else index.stop)
+
+
+def _movable(gm: GraphModule, selection: _Selection) -> list[Node]:
+    """The operations whose other tokens nobody reads, in graph order."""
+    kept: set[Node] = set()  # those that must stay
+    if len(selection.source.users) > 1 or not _is_of_tokens(selection.source):
+        return []
+    while True:
+        found: dict[Node, None] = {}
+        for node in reversed(gm.graph.nodes):
+            wanted = node is selection.source or _read_by(node, found)
+            if wanted and node not in kept and _is_of_tokens(node):
+                found[node] = None
+        blocked = [node for node in found if _hides_quantization(node, found)]
+        if not blocked:
+            return list(found)[::-1]
+        kept.update(blocked)
+
+
+def _read_by(node: Node, found: Collection[Node]) -> bool:
+    """Whether only operations that move read ``node``, and read it by tokens."""
+    return bool(node.users) and all(user in found and node in _by_token(user) for user in node.users)
+
+
+def _is_of_tokens(node: Node) -> bool:
+    """Whether ``node`` computes each token of ``(B, N, C)`` from that token alone."""
+    if _is_dynamic_quantize(node):
+        fake = fake_value(node.args[0])  # type: ignore[arg-type]
+        return fake is not None and fake.ndim == 3 and argument(node, 1, "granularity") == "per_token"
+    fake = fake_value(node)
+    if node.op != "call_function" or fake is None or fake.ndim != 3:
+        return False
+    if node.target in _NORMS:
+        return len(argument(node, 1, "normalized_shape")) == 1
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _is_dynamic_quantize(node.args[0])
+    activation = activation_name(node) is not None and not _name(node).split(".")[0].endswith("_")
+    known = linear_call(node) is not None or activation or node.target in _OF_ELEMENTS or is_inactive_dropout(node)
+    operands = [fake_value(operand) for operand in _by_token(node)]
+    return known and bool(operands) and all(x is not None and x.ndim == 3 for x in operands)
+
+
+def _is_dynamic_quantize(node: Node) -> bool:
+    """Whether ``node`` returns integers and their scales."""
+    return node.target is _ours.dynamic_quantize.default
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _by_token(node: Node) -> list[Node]:
+    """The operands of which a token of ``node`` reads the same token."""
+    fake = fake_value(node)
+    if node.target not in _OF_ELEMENTS:
+        first = argument(node, 0, "input")
+        return [first] if isinstance(first, Node) else []
+    values = [(operand, fake_value(operand)) for operand in node.all_input_nodes]
+    return [
+        operand
+        for operand, value in values
+        if fake is not None and value is not None and value.ndim > 1 and same(value.shape[-2], fake.shape[-2])
+    ]
+
+
+def _hides_quantization(node: Node, found: Collection[Node]) -> bool:
+    """Whether a selection in front of ``node`` would come between a value and its quantization."""
+    outside = [operand for operand in _by_token(node) if operand not in found]
+    quantizes = node.target is _decomposed.quantize_per_tensor.default
+    results = any("dequantize" in str(operand.target) or fake_value(operand) is None for operand in outside)
+    return bool(outside) and (quantizes or results)
+
+
+def _move(gm: GraphModule, reader: Node, selection: _Selection, moved: list[Node]) -> None:
+    new: dict[Node, Node] = {}
+
+    def one_token(operand: Node, like: Node) -> Node:
+        if operand not in new:
+            new[operand] = add_call(like, aten.slice.Tensor, (operand, -2, selection.start, selection.stop))
+        return new[operand]
+
+    for node in moved:
+        with gm.graph.inserting_before(node):
+            operands = {operand: one_token(operand, node) for operand in _by_token(node)}
+            copy = gm.graph.node_copy(node, functools.partial(_replaced, operands))
+        key = value_key(node)
+        copy.meta = {**node.meta, key: _of_one_token(node.meta[key])}
+        new[node] = copy
+    whole = reader.target is aten.slice.Tensor or fake_value(reader).ndim == 3  # type: ignore[union-attr]
+    result = new[selection.source]
+    if whole:
+        reader.replace_all_uses_with(result)
+    else:
+        with gm.graph.inserting_before(reader):
+            chosen = add_call(reader, aten.select.int, (result, 1, 0))
+        reader.replace_all_uses_with(chosen)
+    for node in (reader, *reversed(moved)):
+        gm.graph.erase_node(node)
+
+
+def _replaced(operands: Mapping[Node, Node], operand: Node) -> Node:
+    return operands.get(operand, operand)
+
+
+def _of_one_token(value: Any) -> Any:
+    """A recorded value for one token."""
+    return value[:, :1].contiguous() if isinstance(value, torch.Tensor) else tuple(map(_of_one_token, value))
