@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from qframework.compat import pytree
 from qframework.errors import FileFormatError
 from qframework.files import parse_json
+from qframework.graph.source import look_up_once
 from qframework.serialization.expressions import NOT_PLAIN, SYMBOL, condition
 from qframework.serialization.grammar import (
     BOOL,
@@ -79,6 +80,7 @@ def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constant
             isinstance(part, GraphModule) and name != "_guards_fn"
         ):  # generated from checked conditions, which may call methods of inputs
             _check_source(part.code, name)
+    look_up_once(model)
     return model
 
 

@@ -1,0 +1,44 @@
+"""Removes from a converted graph what computes nothing: dropout in eval mode, and repetitions of a constant.
+
+Whoever traces, compiles, saves or loads the graph pays for every node and every tensor; a vision transformer has three
+dropouts in each block, and zero points for each of its weights.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from qframework.graph.attributes import attribute, readers
+from qframework.graph.nodes import is_inactive_dropout
+
+_DEQUANTIZE = "quantized_decomposed.dequantize_per_channel.default"
+
+
+def shorten(gm: GraphModule) -> None:
+    """Erase inactive dropouts, and let equal zero points be one buffer; in place."""
+    for node in list(gm.graph.nodes):
+        if is_inactive_dropout(node):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            gm.graph.erase_node(node)
+    _share_zero_points(gm)
+    gm.recompile()
+
+
+def _share_zero_points(gm: GraphModule) -> None:
+    kept: dict[tuple[object, ...], Node] = {}
+    for node in list(gm.graph.find_nodes(op="get_attr")):
+        if not node.users or not all(_reads_zero_point(user, node) for user in node.users):
+            continue
+        value = attribute(gm, node)
+        first = kept.setdefault((value.dtype, value.device, *value.tolist()), node)
+        if first is not node:
+            alone = readers(gm, node) == set(node.users)
+            node.replace_all_uses_with(first)
+            gm.graph.erase_node(node)
+            if alone and node.target != first.target:
+                owner, _, leaf = str(node.target).rpartition(".")
+                delattr(gm.get_submodule(owner), leaf)
+
+
+def _reads_zero_point(user: Node, node: Node) -> bool:
+    return str(user.target) == _DEQUANTIZE and [i for i, x in enumerate(user.args) if x is node] == [2]

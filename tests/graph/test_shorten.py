@@ -1,0 +1,64 @@
+"""Dropout in eval mode and repeated zero points leave a converted graph, and nothing else does."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qframework.graph.shorten import shorten
+
+_decomposed = torch.ops.quantized_decomposed
+X = torch.randn(3, 8)
+
+
+class Dequantizes(nn.Module):
+    """Three INT8 weights; the zero points of the last are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(3):
+            self.register_buffer(f"weight{i}", torch.randint(-9, 9, (8, 8), dtype=torch.int8))
+            self.register_buffer(f"scale{i}", torch.rand(8))
+            self.register_buffer(f"zero{i}", torch.full((8,), int(i == 2), dtype=torch.int64))
+        self.register_buffer("positions", torch.zeros(8, dtype=torch.int64))
+        self.dropout = nn.Dropout(0.5)
+
+    def weight(self, i: int) -> torch.Tensor:
+        w, scale, zero = (getattr(self, f"{name}{i}") for name in ("weight", "scale", "zero"))
+        return _decomposed.dequantize_per_channel(w, scale, zero, 0, -128, 127, torch.int8)
+
+    def forward(self, x):
+        for i in range(3):
+            x = self.dropout(F.linear(x, self.weight(i)))
+        return F.dropout(x, 0.0, training=True) + self.positions
+
+
+def test_equal_zero_points_are_one_buffer_and_inactive_dropouts_leave() -> None:
+    model = Dequantizes().eval()
+    gm = torch.export.export(model, (X,)).module()
+    expected = gm(X)
+    shorten(gm)
+    assert torch.equal(gm(X), expected)
+    assert not any("dropout" in str(node.target) for node in gm.graph.nodes)
+    kept = {name for name in gm.state_dict() if name.startswith(("zero", "positions"))}
+    assert kept == {"zero0", "zero2", "positions"}
+    assert set(model.state_dict()) > kept  # the exported model keeps its own
+
+
+def test_dropout_that_is_active_stays() -> None:
+    gm = torch.export.export(Dequantizes().train(), (X,)).module()
+    shorten(gm)
+    assert sum("dropout" in str(node.target) for node in gm.graph.nodes) == 3
+
+
+def test_a_zero_point_that_something_else_reads_stays() -> None:
+    class Reads(Dequantizes):
+        """Adds a zero point, too."""
+
+        def forward(self, x):
+            return super().forward(x) + self.zero1
+
+    gm = torch.export.export(Reads().eval(), (X,)).module()
+    shorten(gm)
+    assert {"zero0", "zero1", "zero2"} <= set(gm.state_dict())
