@@ -24,7 +24,15 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qframework.compat.dynamo import value_key
-from qframework.graph.nodes import activation_name, add_call, argument, fake_value, is_inactive_dropout, linear_call
+from qframework.graph.nodes import (
+    activation_name,
+    add_call,
+    argument,
+    fake_value,
+    is_inactive_dropout,
+    linear_call,
+    operation,
+)
 from qframework.graph.shapes import same
 
 aten = torch.ops.aten
@@ -37,10 +45,12 @@ _NORMS = {
 }
 _OF_ELEMENTS = {
     *(operator.add, torch.add, aten.add.Tensor, operator.mul, torch.mul, aten.mul.Tensor),
+    *(operator.sub, torch.sub, aten.sub.Tensor, operator.truediv, torch.div, aten.div.Tensor),
     _decomposed.quantize_per_tensor.default,
     _decomposed.dequantize_per_tensor.default,
     _ours.dequantize.default,
 }
+_OF_ONE_OPERAND = {"pow", "rsqrt", "to", "float"}  # of an RMSNorm that is written out, as in transformers
 _END = 2**63 - 1  # of a slice that goes on
 
 
@@ -65,7 +75,7 @@ def _selection(node: Node) -> _Selection | None:
     if node.op != "call_function" or not node.args or not isinstance(source := node.args[0], Node):
         return None
     fake, result = fake_value(source), fake_value(node)
-    if fake is None or result is None or fake.ndim != 3 or not fake.is_floating_point():
+    if fake is None or result is None or fake.ndim != 3 or not fake.is_floating_point() or same(fake.shape[1], 1):
         return None
     if node.target is aten.select.int and len(node.args) == 3 and node.args[1] in (1, -2):
         index: Any = node.args[2]
@@ -115,16 +125,26 @@ def _is_of_tokens(node: Node) -> bool:
         fake = fake_value(node.args[0])  # type: ignore[arg-type]
         return fake is not None and fake.ndim == 3 and argument(node, 1, "granularity") == "per_token"
     fake = fake_value(node)
-    if node.op != "call_function" or fake is None or fake.ndim != 3:
+    if not node.op.startswith("call_") or fake is None or fake.ndim != 3:
         return False
     if node.target in _NORMS:
         return len(argument(node, 1, "normalized_shape")) == 1
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and _is_dynamic_quantize(node.args[0])
-    activation = activation_name(node) is not None and not _name(node).split(".")[0].endswith("_")
-    known = linear_call(node) is not None or activation or node.target in _OF_ELEMENTS or is_inactive_dropout(node)
     operands = [fake_value(operand) for operand in _by_token(node)]
-    return known and bool(operands) and all(x is not None and x.ndim == 3 for x in operands)
+    return _is_known(node) and bool(operands) and all(x is not None and x.ndim == 3 for x in operands)
+
+
+def _is_known(node: Node) -> bool:
+    """Whether ``node`` is a linear layer, an operation on elements, or a mean over channels."""
+    if _name(node).endswith("_"):  # in place
+        return False
+    if operation(node) == "mean":
+        kept = argument(node, 2, "keepdim", default=False)
+        return argument(node, 1, "dim") in (-1, [-1], (-1,)) and kept is True
+    if operation(node) in _OF_ONE_OPERAND or node.target in _OF_ELEMENTS:
+        return True
+    return linear_call(node) is not None or activation_name(node) is not None or is_inactive_dropout(node)
 
 
 def _is_dynamic_quantize(node: Node) -> bool:
@@ -133,7 +153,8 @@ def _is_dynamic_quantize(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    return getattr(node.target, "__name__", str(node.target))
+    """What the operation is called, with an underscore at the end if it works in place."""
+    return getattr(node.target, "__name__", str(node.target)).partition(".")[0]
 
 
 def _by_token(node: Node) -> list[Node]:

@@ -52,7 +52,7 @@ def tokens(gm: torch.fx.GraphModule) -> list[Any]:
     return [value.shape[1] if value.ndim == 3 else 1 for value in values if value is not None]
 
 
-def moved(module: nn.Module, x: Tensor, **options: Any) -> tuple[Any, list[Any]]:
+def moved(module: Callable[..., Any], x: Tensor, **options: Any) -> tuple[Any, list[Any]]:
     """The result of the graph behind the pass, and the tokens of its linears."""
     found: list[Any] = []
 
@@ -74,6 +74,24 @@ def test_linears_compute_one_token(choice: str, norm: type[nn.Module]) -> None:
     result, found = moved(block, x)
     torch.testing.assert_close(result, block(x))
     assert found == [1, 1, 1, 1]
+
+
+def test_a_prompt_of_transformers() -> None:
+    """The last layer of a Llama behind its attention, and the norm and head behind it, for the last token."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(num_hidden_layers=2, vocab_size=50, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(3 * TOKENS).reshape(3, TOKENS)
+
+    def last(ids: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        return logits
+
+    with torch.no_grad():
+        result, found = moved(last, ids, fullgraph=True)
+        torch.testing.assert_close(result, last(ids))
+    assert found == [TOKENS] * 10 + [1] * 5
 
 
 STAYS: dict[str, Callable[[Tensor], Any]] = {
