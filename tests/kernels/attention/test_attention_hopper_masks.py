@@ -170,9 +170,39 @@ def test_replays_in_a_cuda_graph_with_another_mask() -> None:
 
 
 @pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
-def test_the_search_for_rows_compiles_without_spilling(tmp_path) -> None:
+@pytest.mark.parametrize("quads", [False, True])
+def test_the_search_for_rows_compiles_without_spilling(quads: bool, tmp_path) -> None:
     kernel = mask_blocks._row_kernel
-    pointers = {"mask_ptr": "*i1", "bits_ptr": "*i32", "order_ptr": "*i32", "counts_ptr": "*i32", "seen_ptr": "*i32"}
+    pointers = {"mask_ptr": "*i32" if quads else "*i1", "seen_ptr": "*i32"}
+    pointers |= dict.fromkeys(("bits_ptr", "order_ptr", "counts_ptr"), "*i32")
     types = dict.fromkeys(kernel.arg_names, "i32") | pointers
-    constants = {"PADDED": mask_blocks._ROW_BLOCKS, "BLOCK": mask_blocks.BLOCK}
+    constants: dict = {"PADDED": mask_blocks._ROW_BLOCKS, "BLOCK": mask_blocks.BLOCK, "QUADS": quads}
+    if quads:
+        constants["seen_ptr"] = None
+        del types["seen_ptr"]
     assert stack_bytes(compile_for("sm_90", kernel, types, constants, num_warps=8), tmp_path) == 0
+
+
+@pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_search_in_words_compiles_without_spilling(causal: bool, tmp_path) -> None:
+    kernel = mask_blocks._words_kernel
+    pointers = {"mask_ptr": "*i32", "bits_ptr": "*i32", "kinds_ptr": "*i8"}
+    types = dict.fromkeys(kernel.arg_names, "i32") | pointers
+    constants = {"CAUSAL": causal, "BLOCK": mask_blocks.BLOCK}
+    assert stack_bytes(compile_for("sm_90", kernel, types, constants, num_warps=4), tmp_path) == 0
+
+
+@pytest.mark.parametrize("heads", [96, 512, 100])
+@pytest.mark.parametrize("tiles", [2, 3, 4, 5])
+def test_programs_that_stay_take_tiles_of_all_kinds_in_turn(heads: int, tiles: int) -> None:
+    programs, cached = 264, 64
+    at_once = hopper_dense._in_turn(heads, tiles, programs, cached)
+    assert hopper_dense._in_turn(heads, tiles, heads * tiles, cached) == cached  # a program for each tile
+    if programs * 3 > heads * tiles or heads % 8:
+        assert at_once == cached
+        return
+    kinds = [[work % (tiles * at_once) // at_once for work in range(p, heads * tiles, programs)] for p in (0, 5, 100)]
+    for of_program in kinds:  # among so many in a row, each kind about as often as any other
+        counts = [of_program[: len(of_program) // tiles * tiles].count(kind) for kind in range(tiles)]
+        assert max(counts) - min(counts) <= 2
