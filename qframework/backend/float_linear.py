@@ -16,7 +16,9 @@ compiled, and writes to it have no effect until the model is compiled again.
 
 Quantizing a weight at each call takes as long as its float product with some rows. On CPUs without INT8 instructions,
 where INT8 products are 1.4 times as fast, layers of fewer rows than ``FEWEST_ROWS`` stay in float. The number of rows
-is that of the inputs that the graph was captured with.
+is that of the inputs that the graph was captured with. On Hopper, so do layers of many rows and few outputs whose input
+another INT8 layer writes: no kernel of Inductor can quantize it on the way, and one more that reads and writes it takes
+longer than INT8 saves.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name
 from qframework.graph.shapes import traced_size
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.cpu import cpu_implementation
+from qframework.kernels.runtime.chip import capability_of
 from qframework.numerics import FLOAT_DTYPES
 
 _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
@@ -44,6 +47,9 @@ _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 FEWEST_ROWS = 128
 """Measured with AVX2: if each call quantizes the weight, layers of 192 to 3,072 channels have 0.13 to 0.42 of FP32's
 speed with 1 to 4 rows, 0.74 to 0.82 with 34, 0.86 to 1.08 with 64 and 1.04 to 1.18 with 128."""
+
+MANY_ROWS, FEWEST_OUTPUTS = 4096, 700
+"""A quantization moves 3 bytes an input; INT8 saves half of the product's time, some 1e-15 s an input and output."""
 
 
 def lower_float_linear(lowering: Lowering) -> None:
@@ -63,6 +69,9 @@ def lower_float_linear(lowering: Lowering) -> None:
             reports.append(LayerReport(name, False, "float linear", reason, fallback=True))
             continue
         if not lowering.options.freeze_weights and (reason := _reason_of_speed(fake_value(call.input))):
+            reports.append(LayerReport(name, False, "float linear", reason))
+            continue
+        if reason := _reason_of_quantization(call, fake_value(node)):
             reports.append(LayerReport(name, False, "float linear", reason))
             continue
         frozen = weights.quantized(call.weight) if weights else None
@@ -104,6 +113,22 @@ def _reason_of_speed(x: Tensor | None) -> str | None:
     return (
         f"its input has {rows} rows, and on this CPU quantizing the weight at each call pays from {FEWEST_ROWS} rows "
         "on. Pass options={'freeze_weights': True} to quantize it once"
+    )
+
+
+def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
+    """Why quantizing the input by a kernel of its own would take longer than INT8 saves; None if it does not."""
+    x = fake_value(call.input)
+    if call.input.target is not torch.ops.qframework.int8_linear.default or len(call.input.users) > 1:
+        return None
+    if x is None or out is None or capability_of(x.device) != (9, 0):
+        return None
+    rows, outputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(out.shape[-1])
+    if rows < MANY_ROWS or not 0 < outputs < FEWEST_OUTPUTS:
+        return None
+    return (
+        f"another INT8 layer writes its input, which a kernel of its own would quantize; that pays from "
+        f"{FEWEST_OUTPUTS} outputs on, and this layer has {outputs}. Static INT8 needs no such kernel"
     )
 
 

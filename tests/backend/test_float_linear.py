@@ -323,6 +323,43 @@ class TestFewRows:
         assert self.lowered(monkeypatch, shape, product, options).lowered
 
 
+@pytest.mark.usefixtures("fresh_dynamo", "no_grad")
+class TestQuantizationAlone:
+    """On Hopper, the input of the second linear would be quantized by a kernel of its own."""
+
+    @staticmethod
+    def lowered(monkeypatch, model, chip=(9, 0), rows=14):
+        monkeypatch.setattr(float_linear, "capability_of", lambda device: chip)
+        monkeypatch.setattr(float_linear, "MANY_ROWS", rows)
+        reports, x = [], example()
+        y = torch.compile(model.eval(), backend=eager_backend(reports))(x)
+        assert numerics.sqnr_db(model(x), y) > 30
+        return {report.name: report for report in reports}
+
+    def test_few_outputs_stay_in_float(self, monkeypatch):
+        found = self.lowered(monkeypatch, Block())
+        assert found["fc1"].lowered
+        assert not found["fc2"].lowered
+        assert not found["fc2"].fallback
+        assert found["fc2"].reason.startswith("another INT8 layer writes its input")
+        assert "this layer has 32" in found["fc2"].reason
+
+    @pytest.mark.parametrize(
+        ("model", "named"),
+        [
+            (Block(), {"chip": (8, 9)}),
+            (Block(), {"chip": None}),
+            (Block(), {"rows": 15}),
+            (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 700)), {}),
+            (nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)), {}),  # Inductor quantizes
+        ],
+        ids=["another chip", "a CPU", "few rows", "many outputs", "a norm in between"],
+    )
+    def test_others_are_quantized(self, monkeypatch, model, named):
+        found = self.lowered(monkeypatch, model, **named)
+        assert all(report.lowered for report in found.values())
+
+
 def nested(x):
     return torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
 

@@ -197,7 +197,7 @@ def test_promises():
     assert must["vit_large_patch16_224, batch 256, static", fastest] == 1.7
     assert must["vit_large_patch16_224, batch 256, static", "FP32"] == 14
     assert must["vit_base_patch16_224, batch 256, dynamic", fastest] == 1.1
-    assert must["vit_base_patch16_224, batch 1, latency under CUDA graphs", "FP16 max-autotune"] == 0.6
+    assert must["vit_base_patch16_224, batch 1, latency under CUDA graphs", "FP16 under CUDA graphs"] == 0.6
     assert must["vit_base_patch16_224, first call, static", "FP16 torch.compile"] == 0.6
     assert must["vit_base_patch16_224, batch 256, static, peak memory", "FP16"] == 0.75
     assert {len(target.subjects) for target in TARGETS if ">= 12608" in target.what} == {len(LARGE_SHAPES)} == {20}
@@ -227,7 +227,7 @@ def write(folder: Path, name: str, records: list[Record], **machine) -> Path:
 
 def latency(ours: float, peer: float, **fields) -> list[Record]:
     base = Record(benchmark="vit_gpu", provider="", model="vit_base_patch16_224", batch=1, images_per_second=1.0)
-    named = {"qframework_static_graphs": ours, "fp16_max_autotune": peer, "qframework_dynamic": 1.0}
+    named = {"qframework_static_graphs": ours, "fp16_compiled_graphs": peer, "qframework_dynamic": 1.0}
     return [dataclasses.replace(base, provider=name, p50_ms=ms, **fields) for name, ms in named.items()]
 
 
@@ -248,7 +248,7 @@ def test_the_page_holds_every_target_with_its_spread(tmp_path):
     text = page.read_text()
     found = line(text)
     assert "| at most 0.6 | at most 0.5 | 0.539 (0.500 to 0.580 in 2 runs) | PASS |" in found
-    assert found.endswith("| static INT8, CUDA graphs | FP16 compiled, max-autotune | new, `abc123` |")
+    assert found.endswith("| static INT8, CUDA graphs | FP16 compiled, CUDA graphs | new, `abc123` |")
     # One for each device: both runs are one row, and the older file is not shown.
     history = page.with_name(report.HISTORY).read_text()
     assert history.count("\n| static INT8, CUDA graphs |") == 2
@@ -259,8 +259,8 @@ def test_the_page_holds_every_target_with_its_spread(tmp_path):
 def test_a_complete_file_is_shown_before_a_newer_one(tmp_path):
     target = next(target for target in TARGETS if target.what == TITLE)
     write(tmp_path, "complete", latency(0.5, 1.0))
-    newer = [record for record in latency(0.1, 1.0) if record.provider != "fp16_max_autotune"]
-    newer.append(dataclasses.replace(newer[0], provider="fp16_compiled_graphs", p50_ms=1.0))
+    newer = [record for record in latency(0.1, 1.0) if record.provider != "fp16_compiled_graphs"]
+    newer.append(dataclasses.replace(newer[0], provider="fp16_max_autotune", p50_ms=1.0))
     write(tmp_path, "newer", newer, date="2026-02-02")
     runs = report.load_runs(tmp_path)
     assert newest(target, runs)[1] == "complete, `abc123`"

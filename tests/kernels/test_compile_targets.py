@@ -19,7 +19,7 @@ from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
 from qframework.kernels.linear.tile_candidates import candidates
-from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, Tile, choose_tile
+from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, THIRDS, Tile, choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
 from qframework.kernels.runtime.launch import OPTIONS
@@ -188,7 +188,8 @@ def compile_int8_linear(chip, tile: Tile, flags, per_row: bool, dtype: str = "fp
     if tile.tma_store:
         types["out_ptr"] = f"tensordesc<{out}[{tile.block_m}, {tile.block_n // tile.subtiles}]>"
     if tile.specialized:
-        blocks = {"a": ("i8", tile.block_m, tile.block_k), "b": ("i8", tile.block_n, tile.block_k)}
+        rows = specialized.rows_of_a(tile.block_m)
+        blocks = {"a": ("i8", rows, tile.block_k), "b": ("i8", tile.block_n, tile.block_k)}
         types |= {f"{name}_desc": described(*block) for name, block in blocks.items()}
         types |= dict.fromkeys(("residual_desc", "out_desc"), described(out, specialized.ROWS, tile.block_n))
         return compile_for(chip, specialized.kernel, types | sizes, constants, **options)
@@ -240,7 +241,7 @@ def test_hopper_without_descriptors(epilogue, tmp_path):
 @pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("single", [False, True], ids=["any number of tiles", "one tile"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("tile", [PINGPONG, COOPERATIVE], ids=["pingpong", "cooperative"])
+@pytest.mark.parametrize("tile", [PINGPONG, COOPERATIVE, THIRDS], ids=["pingpong", "cooperative", "thirds"])
 def test_specialized(tile, epilogue, single, tmp_path):
     """It multiplies asynchronously, never waits for the product it just began, and keeps its registers.
 
@@ -250,9 +251,10 @@ def test_specialized(tile, epilogue, single, tmp_path):
         tile = tile._replace(num_stages=3)  # it needs room for the residual
     compiled = compile_int8_linear("sm_90", tile, EPILOGUES[epilogue], True, single=single)
     ptx = compiled.asm["ptx"]
-    working = 1 if single and tile.specialized == "pingpong" else 2
-    assert ptx.count("wgmma.mma_async") == working * 2 * 4, "for each two accumulators, four products of 32"
-    assert ptx.count("wgmma.wait_group.sync.aligned 2") == working
+    working = 3 if tile == THIRDS else 1 if single and tile.specialized == "pingpong" else 2
+    accumulators = 1 if tile == THIRDS else 2
+    assert ptx.count("wgmma.mma_async") == working * accumulators * 4, "for each accumulator, four products of 32"
+    assert ptx.count(f"wgmma.wait_group.sync.aligned {accumulators}") == working
     assert "setmaxnreg" in ptx
     assert compiled.metadata.shared <= 227 * 1024
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK

@@ -1,4 +1,4 @@
-"""int8_linear's kernel for Hopper, in Gluon: one warp loads, two warpgroups multiply and run the epilogue.
+"""int8_linear's kernel for Hopper, in Gluon: one warp loads, two or three warpgroups multiply and run the epilogue.
 
 Gluon is Triton's dialect with explicit layouts, shared memory and barriers. The loading warp fills a ring buffer with
 tiles of a and b by TMA; ``ready`` barriers pass a stage to the multiplying warpgroups, ``free`` barriers return it. The
@@ -7,7 +7,7 @@ warpgroups share the work in one of two ways, as in CUTLASS's "pingpong" and "co
 - pingpong: they alternate between whole tiles, so that one multiplies while the other runs its epilogue. For small K,
   where the epilogue takes as long as the product.
 - cooperative: each computes half of the rows of every tile, which can thus be twice as large and loads fewer bytes per
-  product. For large K.
+  product. For large K. Tiles of 192 rows have three warpgroups with 64 rows each.
 
 Used where TMA can address operands and result; triton.py handles all other problems.
 """
@@ -24,6 +24,14 @@ from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
 from qframework.kernels.linear.triton import place
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.triton import triton
+
+
+@triton.constexpr_function
+def _parts(block_m):
+    """Tensors that hold a tile's rows of a, since the sizes of each must be powers of two."""
+    return 3 if block_m == 192 else 1
+
 
 if HAS_GLUON:
     from qframework.kernels.runtime.gluon import (
@@ -67,7 +75,10 @@ if HAS_GLUON:
     ):  # fmt: skip
         """Start loading the tiles of a and b at column ``start`` into stage ``slot``."""
         mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
-        tma_load(a_desc, [start_m, start], ready.index(slot), a_stages.index(slot))
+        PARTS: gl.constexpr = _parts(BLOCK_M)
+        for part in gl.static_range(PARTS):
+            stage = a_stages.index(slot * PARTS + part)
+            tma_load(a_desc, [start_m + part * (BLOCK_M // PARTS), start], ready.index(slot), stage)
         tma_load(b_desc, [start_n, start], ready.index(slot), b_stages.index(slot))
 
     @gluon.jit
@@ -123,16 +134,18 @@ if HAS_GLUON:
         PINGPONG: gl.constexpr,
         SINGLE: gl.constexpr,
     ):
-        """Multiplying warpgroup 0 or 1, with two accumulators of 64 rows."""
+        """Multiplying warpgroup 0, 1 or 2, with two accumulators of 64 rows, or one where there are three."""
         a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = scales
         residual_desc, out_desc, a_stages, b_stages, out_stages, ready, free, turn, landed = shared
         M, N, K, PA, PO = sizes
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
-        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * (BLOCK_M // 2)
+        THIRDS: gl.constexpr = _parts(BLOCK_M) == 3
+        HALVES: gl.constexpr = 1 if THIRDS else 2
+        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * 64 * HALVES
         TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
-        BUFFERS: gl.constexpr = out_stages.shape[0] // 2
+        BUFFERS: gl.constexpr = 1 if THIRDS else out_stages.shape[0] // 2
         # With many tiles, the registers of early loads cost more than late loads, unless those add up to three vectors.
         EARLY: gl.constexpr = SINGLE or OUT_SCALE == "channel"
         out_dtype: gl.constexpr = out_desc.dtype
@@ -157,8 +170,8 @@ if HAS_GLUON:
                 rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m_lower, M, PA, PO, A_SCALE, OUT_SCALE)
             if HAS_RESIDUAL:  # into the buffers that later hold the result
                 tma.store_wait(0)
-                mbarrier.expect(landed.index(WHO), 2 * 64 * BLOCK_N * (out_dtype.primitive_bitwidth // 8))
-                for half in gl.static_range(2):
+                mbarrier.expect(landed.index(WHO), HALVES * 64 * BLOCK_N * (out_dtype.primitive_bitwidth // 8))
+                for half in gl.static_range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half)
                     tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
             if PINGPONG and not SINGLE:
@@ -171,17 +184,25 @@ if HAS_GLUON:
             lower = gl.zeros((64, BLOCK_N), gl.int32, layout)
             for step in range(steps):
                 mbarrier.wait(ready.index(slot), phase)
-                a = a_stages.index(slot)
                 b = b_stages.index(slot).permute((1, 0))
-                upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
-                lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
-                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))  # the products of the previous step are done
+                # the products of the previous step are done behind each wait
+                if THIRDS:
+                    upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
+                    upper = warpgroup_mma_wait(1, deps=(upper,))
+                else:
+                    a = a_stages.index(slot)
+                    upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
+                    lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
+                    upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
                 if step > 0:
                     mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
                 slot, phase = next_stage(slot, phase, STAGES)
             if PINGPONG and not SINGLE:
                 mbarrier.arrive(turn.index(1 - WHO), count=1)
-            upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
+            if THIRDS:
+                upper = warpgroup_mma_wait(0, deps=(upper,))
+            else:
+                upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
             mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
             total += TURNS * steps
 
@@ -193,7 +214,7 @@ if HAS_GLUON:
             if HAS_RESIDUAL:
                 mbarrier.wait(landed.index(WHO), arrived)
                 arrived ^= 1
-            for half in gl.static_range(2):
+            for half in gl.static_range(HALVES):
                 stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
                 acc = upper if half == 0 else lower
                 if EARLY:
@@ -246,14 +267,16 @@ if HAS_GLUON:
         OVERLAP: gl.constexpr = False,
     ):
         """out = epilogue(a @ b.T)."""
-        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+        PARTS: gl.constexpr = _parts(BLOCK_M)
+        WORKERS: gl.constexpr = 3 if PARTS == 3 else 2  # multiplying warpgroups
+        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M // PARTS, BLOCK_K], a_desc.layout)
         b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-        BUFFERS: gl.constexpr = 4 if PINGPONG or HAS_RESIDUAL else 2  # for results on their way to memory
+        BUFFERS: gl.constexpr = 3 if PARTS == 3 else 4 if PINGPONG or HAS_RESIDUAL else 2  # for results on their way
         out_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, BLOCK_N], out_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        landed = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
         gl.static_assert(STAGES > 2)
         # Start the first loads before the rest of the setup, to hide their latency.
         mbarrier.init(ready.index(0), count=1)
@@ -268,39 +291,72 @@ if HAS_GLUON:
         for i in gl.static_range(STAGES):
             if i > 1:
                 mbarrier.init(ready.index(i), count=1)
-            mbarrier.init(free.index(i), count=1 if PINGPONG else 2)
+            mbarrier.init(free.index(i), count=1 if PINGPONG else WORKERS)
         if PINGPONG and not SINGLE:
             for i in gl.static_range(2):
                 mbarrier.init(turn.index(i), count=1)
         if HAS_RESIDUAL:
-            for i in gl.static_range(2):
+            for i in gl.static_range(WORKERS):
                 mbarrier.init(landed.index(i), count=1)
         fence_async_shared()
         scales = (a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr)
         shared = (residual_desc, out_desc, a_stages, b_stages, out_stages, ready, free, turn, landed)
         sizes = (M, N, K, PA, PO)
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    gl.constexpr(0), scales, shared, sizes,
-                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
-                )),
-                (_consume, (
-                    gl.constexpr(1), scales, shared, sizes,
-                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
-                )),
-                (_produce, (
-                    a_desc, b_desc, a_stages, b_stages, ready, free, M, N, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SINGLE,
-                )),
-            ],
-            [4, 1],  # warps of the second and third
-            [240, 24],  # their registers; the first gets the rest
-        )  # fmt: skip
+        if WORKERS == 2:
+            gl.warp_specialize(
+                [
+                    (_consume, (
+                        gl.constexpr(0), scales, shared, sizes,
+                        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
+                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
+                    )),
+                    (_consume, (
+                        gl.constexpr(1), scales, shared, sizes,
+                        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
+                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
+                    )),
+                    (_produce, (
+                        a_desc, b_desc, a_stages, b_stages, ready, free, M, N, K,
+                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SINGLE,
+                    )),
+                ],
+                [4, 1],  # warps of all but the first
+                [240, 24],  # their registers; the first gets the rest
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (_consume, (
+                        gl.constexpr(0), scales, shared, sizes,
+                        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
+                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
+                    )),
+                    (_consume, (
+                        gl.constexpr(1), scales, shared, sizes,
+                        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
+                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
+                    )),
+                    (_consume, (
+                        gl.constexpr(2), scales, shared, sizes,
+                        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
+                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
+                    )),
+                    (_produce, (
+                        a_desc, b_desc, a_stages, b_stages, ready, free, M, N, K,
+                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SINGLE,
+                    )),
+                ],
+                [4, 4, 1],  # warps of all but the first
+                [160, 160, 24],  # their registers; the first gets the rest
+            )  # fmt: skip
 
     kernel: Any = _int8_linear_specialized_kernel
+
+
+def rows_of_a(block_m: int) -> int:
+    """Rows of a that one TMA load reads."""
+    return block_m // 3 if block_m == 192 else block_m
+
 
 ROWS = 64  # of the part of the result that one TMA store writes
 _GLUON_DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -108,7 +108,7 @@ def _call(x: Int8LinearArguments, out: Tensor, device: torch.device, tile: Tile,
     to: Any = out
     residual: Any = out if x.residual is None else x.residual
     if tile.specialized:
-        a = hopper.describe(a, (m, k), strides.a, (tile.block_m, tile.block_k))
+        a = hopper.describe(a, (m, k), strides.a, (hopper.rows_of_a(tile.block_m), tile.block_k))
         b = hopper.describe(b, (n, k), strides.b, (tile.block_n, tile.block_k))
         block = (hopper.ROWS, tile.block_n)
         to = hopper.describe(out, (m, n), n, block)

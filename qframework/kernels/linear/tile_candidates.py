@@ -6,13 +6,15 @@ every one compiles for its chip without spills in the tests. ``tiles.py`` says w
 
 from __future__ import annotations
 
-from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, Tile, chip_key, unmeasured
+from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, THIRDS, Tile, chip_key, unmeasured
 
 _BIG = Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True)
 _SPECIALIZED = [
     *(PINGPONG._replace(group_m=group) for group in (1, 4, 8)),
     *(COOPERATIVE._replace(group_m=group) for group in (1, 4)),
     COOPERATIVE._replace(num_stages=3),  # leaves room for the residual
+    THIRDS,
+    THIRDS._replace(num_stages=5),  # fits beside an INT8 result
 ]
 _HOPPER_LARGE = [*_SPECIALIZED, _BIG, _BIG._replace(subtiles=2)]
 _HOPPER_SMALL = [

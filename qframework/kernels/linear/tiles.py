@@ -72,6 +72,7 @@ Table: TypeAlias = Mapping[tuple[int, int, int, Epilogue], Tile]
 MAX_FEW_ROWS = 64
 PINGPONG = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
 COOPERATIVE = PINGPONG._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
+THIRDS = COOPERATIVE._replace(block_m=192)  # three warpgroups of 64 rows
 # Candidates for a chip, largest first. The last one also serves all smaller problems.
 _BY_POINTERS = [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
 _CANDIDATES: dict[str, list[Tile]] = {
@@ -182,9 +183,9 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:
-    """One stage less for a cooperative tile with a residual, which needs its shared memory."""
-    cooperative = tile.specialized == "cooperative" and epilogue in ("residual", "all")
-    return tile._replace(num_stages=min(tile.num_stages, 3)) if cooperative else tile
+    """One stage less for a cooperative tile of 256 rows with a residual, which needs its shared memory."""
+    needs_room = tile.specialized == "cooperative" and tile.block_m == 256 and epilogue in ("residual", "all")
+    return tile._replace(num_stages=min(tile.num_stages, 3)) if needs_room else tile
 
 
 def _tiles(tile: Tile, m: int, n: int) -> int:

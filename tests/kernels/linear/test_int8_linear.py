@@ -166,6 +166,7 @@ SPECIALIZED = {
     "pingpong": int8_linear_tiles.PINGPONG,
     "pingpong, groups of 8": int8_linear_tiles.PINGPONG._replace(group_m=8),
     "cooperative": int8_linear_tiles.COOPERATIVE,
+    "three warpgroups": int8_linear_tiles.THIRDS,
 }
 
 
