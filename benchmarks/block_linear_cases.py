@@ -208,8 +208,8 @@ def _for_sizes(
     return {name.format(block_size_name(size)): functools.partial(case, block_size=size, **fixed) for size in sizes}
 
 
-_FAST: tuple[BlockSize, ...] = (128, (1, 128))
-_FORCED: tuple[BlockSize, ...] = (32, 64, *_FAST)
+_FAST: tuple[BlockSize, ...] = (128, (1, 128), (1, 256))
+_FORCED: tuple[BlockSize, ...] = (32, 64, 128, (1, 128))
 
 
 def _early(tiles: Mapping[int, BlockTile]) -> dict[int, BlockTile]:
@@ -228,7 +228,7 @@ PROVIDERS: dict[str, Callable[[Operands], Case]] = {
     **_for_sizes("block_linear_{}_single", _kernel, _FORCED, tiles=SINGLE),
     **_for_sizes("block_linear_{}_early", _kernel, _FAST, tiles=_early(COOPERATIVE)),
     **_for_sizes("block_linear_{}_int8_early", _kernel, _FAST, tiles=_early(COOPERATIVE), out_dtype=torch.int8),
-    **_for_sizes("block_linear_{}_single_early", _kernel, _FAST, tiles=_early(SINGLE)),
+    **_for_sizes("block_linear_{}_single_early", _kernel, _FORCED[2:], tiles=_early(SINGLE)),
     "torch_bf16": _torch_bf16,
     "torch_bf16_autocast": functools.partial(_torch_bf16, master=True),
     "inductor_bf16": functools.partial(_torch_bf16, compiled=True),

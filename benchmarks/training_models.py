@@ -154,6 +154,7 @@ def linears_for_conv1d(model: nn.Module) -> nn.Module:
 PROVIDERS = {
     "bf16": Provider(lambda model: model, "bf16"),
     "qframework": Provider(_int8, "int8"),
+    "qframework_1x256": Provider(lambda model: _int8(model, block_size=(1, 256)), "int8"),
     "qframework_weights_again": Provider(lambda model: _int8(model, keep_weights=False), "int8"),
     "qframework_mixed_attention": Provider(lambda model: _int8(model, attention="mixed"), "int8"),
     "torchao_fp8": Provider(_fp8, "fp8"),

@@ -66,7 +66,7 @@ class Int8Activation(nn.Module):
 
     Args:
         kind: ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
 
     Raises:
         UnsupportedError: an unknown kind or block size.
@@ -99,7 +99,7 @@ class Int8GatedMLP(nn.Module):
         up_proj: like ``gate_proj``.
         down_proj: like ``gate_proj``.
         kind: the function f, as for Int8Activation.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
 
     Raises:
         UnsupportedError: an unknown kind or block size.

@@ -78,8 +78,8 @@ class BlockTensor(Tensor):
     Args:
         q: ``(..., C)`` int8, contiguous.
         scale: ``(ceil(R / B), ceil(C / B))`` fp32, R = prod(leading), B a block's rows and columns.
-        block_size: 32, 64 or 128 for square blocks, or (32, 128) or (1, 128) for (rows, columns). The attribute is a
-            number for square blocks, otherwise a tuple.
+        block_size: 32, 64 or 128 for square blocks, or (32, 128), (1, 128) or (1, 256) for (rows, columns). The
+            attribute is a number for square blocks, otherwise a tuple.
         dtype: float32, float16 or bfloat16, the dtype that it stands for: of ``dequantize`` and of gradients.
         statistics: None, or ``(R, 2)`` fp32 row statistics from an addition, for the normalization after it.
 
@@ -308,7 +308,7 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed:
 
     Args:
         x: ``(..., C)`` fp32, fp16 or bf16, treated as rows; a BlockTensor is returned unchanged.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
         seed: one int64 on ``x``'s device, see ``new_seed``; rounds stochastically instead of half to even.
 
     Raises:

@@ -91,9 +91,10 @@ def convert_to_int8_training(
     Args:
         model: a model with transformer blocks, such as timm's ViTs and transformers' GPT-2 and Llama types. Weights
             keep their dtype, which should be FP32, as in the paper.
-        block_size: how many tokens and channels share a scale: (tokens, channels), (1, 128) or (32, 128), or 32, 64 or
-            128 of both; ``"jetfire"`` is the paper's, 32. More channels make products faster; with more tokens, an
-            outlier token affects more others: in blocks of 128 a GPT diverged. docs/training.md says how to choose.
+        block_size: how many tokens and channels share a scale: (tokens, channels), (1, 128), (1, 256) or (32, 128), or
+            32, 64 or 128 of both; ``"jetfire"`` is the paper's, 32. More channels make products faster; with more
+            tokens, an outlier token affects more others: in blocks of 128 a GPT diverged. docs/training.md says how to
+            choose.
         mode: ``"per_block"`` is Jetfire. Two baselines convert linears only, with 16 bits between them:
             ``"per_tensor"`` with one scale per operand; ``"per_token"``, SwitchBack, with one scale per token and per
             channel of weights, and weight gradients in 16 bits.

@@ -38,7 +38,7 @@ class Int8Dropout(nn.Dropout):
 
     Args:
         p: the probability of dropping a value while training.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
 
     Each call draws a seed from torch's generator for the input's device: ``torch.manual_seed`` makes it reproducible,
     and checkpointing, which restores the generator, drops the same values twice.

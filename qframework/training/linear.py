@@ -193,8 +193,8 @@ class Int8Linear(HeldWeight, nn.Linear):
         bias: whether there is a bias.
         device: of the parameters.
         dtype: of the parameters; FP32 in the paper.
-        block_size: 32, 64, 128, (32, 128) or (1, 128), rows and columns of ``x`` and the result that share a scale.
-            More columns are faster, more values less accurate.
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256), rows and columns of ``x`` and the result that share a
+            scale. More columns are faster, more values less accurate.
         output: ``"block"`` returns a BlockTensor, ``"float"`` a float tensor, for float operations after the layer.
         stochastic_gradients: while training, round float gradients stochastically, without bias, with a seed from
             torch's generator; gradients in blocks are used unchanged.

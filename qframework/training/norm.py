@@ -88,7 +88,7 @@ class Int8LayerNorm(nn.LayerNorm):
         bias: whether there is also a bias.
         device: of the parameters.
         dtype: of the parameters.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
 
     ``x`` is ``(..., C)``, a float tensor or a BlockTensor; the result is a BlockTensor of its shape and dtype.
 

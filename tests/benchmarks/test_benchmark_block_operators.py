@@ -58,7 +58,7 @@ def test_block_sizes_choose_our_providers(tmp_path, capsys):
     assert [record["dtype"] for record in records] == ["int8, blocks of 64", "int8, blocks of 1x128", "float16"]
     with pytest.raises(SystemExit):
         block_operators.main([*arguments, "--block-size", "48"])
-    assert "block size must be one of 32, 64, 128, 32x128, 1x128, jetfire, got '48'" in capsys.readouterr().err
+    assert "block size must be one of 32, 64, 128, 32x128, 1x128, 1x256, jetfire, got '48'" in capsys.readouterr().err
 
 
 def zero_a_row(x: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_an_unknown_block_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         example("train_gpt").main(["--smoke", "--block-size", "1x64"])
-    assert "block size must be one of 32, 64, 128, 32x128, 1x128, jetfire, got '1x64'" in capsys.readouterr().err
+    assert "block size must be one of 32, 64, 128, 32x128, 1x128, 1x256, jetfire, got '1x64'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

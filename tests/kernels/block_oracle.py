@@ -12,7 +12,7 @@ from qframework.numerics import MIN_SCALE
 
 BlockSize = int | tuple[int, int]
 SQUARES: list[BlockSize] = [32, 64, 128]
-OBLONGS: list[BlockSize] = [(32, 128), (1, 128)]
+OBLONGS: list[BlockSize] = [(32, 128), (1, 128), (1, 256)]
 BLOCK_SIZES = SQUARES + OBLONGS
 # Whole blocks and whole tiles, tails on both sides, one row, more columns than a tile, no leading dimension.
 SHAPES = [(64, 128), (3, 50, 130), (1, 70), (40, 300), (33,)]

@@ -403,7 +403,7 @@ def test_bad_input():
     with pytest.raises(UnsupportedError, match=r"block_size must be one of 32, 64, 128, .*, got 33"):
         quantize_blocks(torch.randn(4, 40), 33)
     for size in ((128, 1), (1, 64), [32], (1, 2, 3), "32", None):
-        with pytest.raises(UnsupportedError, match=r"block_size must be one of 32, .*, \(1, 128\), got"):
+        with pytest.raises(UnsupportedError, match=r"block_size must be one of 32, .*, \(1, 256\), got"):
             BlockTensor(x.q, x.scale, size, torch.float32)
     with pytest.raises(UnsupportedError, match=r"quantize_blocks: x must have dtype float32.*, got torch.int32"):
         quantize_blocks(torch.ones(4, 40, dtype=torch.int32))

@@ -406,7 +406,7 @@ def test_conv1d_takes_the_state_dict_of_transformers():
 
 
 def test_errors():
-    sizes = r"32, 64, 128, \(32, 128\), \(1, 128\)"
+    sizes = r"32, 64, 128, \(32, 128\), \(1, 128\), \(1, 256\)"
     with pytest.raises(UnsupportedError, match=f"Int8Linear: block_size must be one of {sizes}, got 48"):
         Int8Linear(4, 4, block_size=48)
     with pytest.raises(UnsupportedError, match=rf"Int8Linear: block_size must be one of {sizes}, got \(128, 1\)"):

@@ -300,7 +300,7 @@ def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSiz
         x: ``(..., C)`` int8.
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
         kind: ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
 
     Returns:
         ``y`` int8 like ``x``, contiguous, and its scale like ``x_scale``. The error is at most half a step of its block

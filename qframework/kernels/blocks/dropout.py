@@ -164,7 +164,7 @@ def block_dropout(
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
         p: the probability of dropping a value, in [0, 1]; the effective one differs by at most 2^-16.
         seed: one int64 on ``x``'s device; a tensor, so that a captured graph can run again with another seed.
-        block_size: 32, 64, 128, (32, 128) or (1, 128); the mask does not depend on it.
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256); the mask does not depend on it.
 
     Returns:
         ``y`` int8 like ``x``, contiguous, and its scale like ``x_scale``, with an error of at most half a step of its

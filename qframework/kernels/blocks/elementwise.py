@@ -200,7 +200,7 @@ def block_add(
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
         y: like ``x``, of the same shape; operands do not broadcast.
         y_scale: like ``x_scale``.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
         statistics: whether to compute the statistics.
 
     Returns:

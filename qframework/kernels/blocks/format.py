@@ -39,7 +39,8 @@ from qframework.kernels.runtime.launch import cdiv
 
 BlockSize = int | Sequence[int]  # B, or rows and columns
 CanonicalSize = int | tuple[int, int]  # what canonical_size returns
-BLOCK_SIZES: tuple[CanonicalSize, ...] = (32, 64, 128, (32, 128), (1, 128))
+BLOCK_SIZES: tuple[CanonicalSize, ...] = (32, 64, 128, (32, 128), (1, 128), (1, 256))
+_OPERANDS: tuple[CanonicalSize, ...] = ((32, 256),)  # sizes of operands alone, see operand_size
 DEFAULT_BLOCK_SIZE: CanonicalSize = (1, 128)
 PaperName = Literal["jetfire"]
 _OF_PAPERS: dict[str, CanonicalSize] = {"jetfire": 32}
@@ -52,6 +53,12 @@ def check_block_size(operator: str, block_size: BlockSize) -> CanonicalSize:
             f"{operator}: block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {size!r}"
         )
     return size
+
+
+def check_operand_size(operator: str, block_size: BlockSize) -> CanonicalSize:
+    """``check_block_size``, which also takes the sizes of weights and transposed tensors."""
+    size = canonical_size(block_size)
+    return size if size in _OPERANDS else check_block_size(operator, size)
 
 
 def named_block_size(operator: str, block_size: BlockSize | PaperName) -> CanonicalSize:
@@ -133,7 +140,7 @@ def scale_shape(shape: torch.Size | tuple[int, ...], block_size: BlockSize) -> t
 
 def check_blocks(operator: str, argument: str, q: Tensor, scale: Tensor, block_size: BlockSize) -> None:
     """Check an operand in the block format: block size, dtypes, device, and the scale's shape."""
-    check_block_size(operator, block_size)
+    check_operand_size(operator, block_size)
     check_dtype(operator, argument, q, (torch.int8,))
     check_dtype(operator, f"{argument}'s scale", scale, (torch.float32,))
     check_same_device(operator, q, **{f"{argument}'s scale": scale})

@@ -217,7 +217,7 @@ def block_gated_activation(
         up: like ``gate``.
         up_scale: like ``gate_scale``.
         kind: the function f, as in ``block_activation``.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
 
     Returns:
         ``y`` int8 like ``gate``, contiguous, and its scale like ``gate_scale``. The error is at most half a step of its

@@ -236,7 +236,7 @@ def block_layer_norm(
         weight: ``(C,)`` fp32, fp16 or bf16, or None for ones.
         bias: ``(C,)`` like ``weight``, or None for zeros.
         eps: added to the variance.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
         statistics: ``(R, 2)`` fp32, mean and biased variance of each row of the dequantized ``x``, as ``block_add``
             computes them. None or empty: they are computed here, in another pass over ``x``.
 

@@ -301,7 +301,7 @@ def block_layer_norm_backward(
         weight: ``(C,)`` float, or None.
         mean: ``(R,)`` fp32, from the forward pass.
         rstd: ``(R,)`` fp32, from the forward pass.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
 
     Returns:
         dx and its scale in the same format, with an error of at most half a step of its block; dweight and dbias,

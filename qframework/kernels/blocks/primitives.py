@@ -129,7 +129,8 @@ def load_scales(
     EVEN: tl.constexpr = False,
 ):
     """Scales (TILE_M / BLOCK[0], TILE_N / BLOCK[1]) of the tile that begins at ``row``, ``column``; 0 outside."""
-    where, inside = _scales_of_tile(row, column, R, C, TILE_M // BLOCK[0], TILE_N // BLOCK[1], BLOCK)
+    N: tl.constexpr = TILE_N // BLOCK[1] if BLOCK[1] <= TILE_N else 1  # a part of a block has its scale
+    where, inside = _scales_of_tile(row, column, R, C, TILE_M // BLOCK[0], N, BLOCK)
     return tl.load(scale_ptr + where) if EVEN else tl.load(scale_ptr + where, mask=inside, other=0.0)
 
 

@@ -26,8 +26,8 @@ from qframework.kernels.blocks.format import (
     DEFAULT_BLOCK_SIZE,
     BlockSize,
     block_shape,
-    check_block_size,
     check_blocks,
+    check_operand_size,
     dequantize_blocks_ref,
     is_square,
     operand_size,
@@ -70,7 +70,7 @@ class BlockQuantizeArguments(NamedTuple):
 
     def check(self, operator: str = "block_quantize") -> None:
         """Raise QFrameworkError for an unsupported block size or dtype, and for a seed that is not one int64."""
-        check_block_size(operator, self.block_size)
+        check_operand_size(operator, self.block_size)
         check_float_input(operator, self.x)
         if self.seed is not None:
             check_seed(operator, self.seed, self.x)
@@ -203,21 +203,58 @@ def _block_quantize_kernel(
     TILE_N: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Blocks and, if BOTH, their transpose. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile."""
+    """Blocks and, if BOTH, their transpose. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile.
+
+    If BOTH, the tile holds whole blocks of both. If it would be too large for that, see tile_of, TILE_N rows and
+    columns are computed by neighbouring programs: first tiles of blocks, then as many of the transpose, from L2.
+    """
     wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
+    TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
+    if BOTH and TURNED[0] > TILE_M:
+        TILES: tl.constexpr = TILE_N // TILE_M
+        tile = tl.program_id(0) % (2 * TILES)
+        row = tl.program_id(0) // (2 * TILES) * TILE_N
+        if tile < TILES:
+            place = row + tile * TILE_M
+            given, noise = _load(x_ptr, seed_ptr, place, column, R, C, stride_xm, STOCHASTIC, TILE_M, TILE_N)
+            steps, scale = _quantize(given, noise, STOCHASTIC, BLOCK)
+            store_tile(q_ptr, scale_ptr, steps, scale, place, column, R, C, BLOCK)
+        else:
+            beside = column + (tile - TILES) * TILE_M
+            x, noise_t = _load(x_ptr, seed_ptr, row, beside, R, C, stride_xm, STOCHASTIC, TILE_N, TILE_M)
+            q, scale_t = _quantize(x, noise_t, STOCHASTIC, TURNED)
+            store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale_t), beside, row, C, R, BLOCK_T)
+    else:
+        x, noise = _load(x_ptr, seed_ptr, row, column, R, C, stride_xm, STOCHASTIC, TILE_M, TILE_N)
+        q, scale = _quantize(x, noise, STOCHASTIC, BLOCK)
+        store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK)
+        if BOTH:
+            if BLOCK[0] != BLOCK[1]:
+                q, scale = _quantize(x, noise, STOCHASTIC, TURNED)
+            store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
+
+
+@triton.jit
+def _load(
+    x_ptr,
+    seed_ptr,
+    row,
+    column,
+    R,
+    C,
+    stride_xm,
+    STOCHASTIC: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """The tile that begins at ``row``, ``column`` in fp32, and its noise, or the tile again."""
     r = row + tl.arange(0, TILE_M)
     c = column + tl.arange(0, TILE_N)
     inside = (r < R)[:, None] & (c < C)[None, :]
     x = tl.load(x_ptr + r.to(tl.int64)[:, None] * stride_xm + c[None, :], mask=inside, other=0.0).to(tl.float32)
     noise = tile_noise(tl.load(seed_ptr), row, column, TILE_M, TILE_N) if STOCHASTIC else x
-    q, scale = _quantize(x, noise, STOCHASTIC, BLOCK)
-    store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK)
-    if BOTH:
-        if BLOCK[0] != BLOCK[1]:
-            TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
-            q, scale = _quantize(x, noise, STOCHASTIC, TURNED)
-        store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
+    return x, noise
 
 
 @triton.jit
@@ -276,7 +313,8 @@ def _block_transpose_kernel(
     q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, False)
     scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
     if SUMS or BLOCK[0] != BLOCK[1]:
-        x = times_blocks(int8_to_float(q), scale, BLOCK)
+        WITHIN: tl.constexpr = (BLOCK[0], BLOCK[1] if BLOCK[1] <= TILE_N else TILE_N)  # part of a block in the tile
+        x = times_blocks(int8_to_float(q), scale, WITHIN)
         if SUMS:
             c = column + tl.arange(0, TILE_N)
             tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(x, 0), mask=c < C)
@@ -287,21 +325,25 @@ def _block_transpose_kernel(
 
 
 def tile_of(
-    shape: tuple[int, int], block_size: BlockSize, transposed: bool = False
+    shape: tuple[int, int], block_size: BlockSize, transposed: bool = False, upright: bool = True
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and constants for a tensor of R rows and C columns: at least 64 bytes per row and 64 values per thread.
 
-    ``transposed``: for a kernel that writes the transpose, whose tiles must hold whole blocks of it too.
+    ``transposed``: for a kernel that writes the transpose, whose tiles must hold whole blocks of it too; with
+    ``upright`` it writes both. Tiles that hold both have at most 128 rows and columns; of wider blocks, programs write
+    one of the two.
     """
     rows, columns = shape
     block = block_shape(block_size)
-    tile_m = max(block[1] if transposed else block[0], 64)
-    tile_n = max(block[1], min(power_of_2(columns), 64))
+    large = transposed and block[1] > 128
+    tile_m = max(block[1] if transposed and not (large and upright) else block[0], 64)
+    tile_n = 64 if large and not upright else max(block[1], min(power_of_2(columns), 64))
     constants: dict[str, Any] = {"BLOCK": block}
     if transposed:
         constants["BLOCK_T"] = block_shape(operand_size(block_size))
     constants |= {"TILE_M": tile_m, "TILE_N": tile_n, "num_warps": max(tile_m * tile_n // 2048, 1)}
-    return (cdiv(rows, tile_m), cdiv(columns, tile_n)), constants
+    down = cdiv(rows, tile_n) * 2 * (tile_n // tile_m) if large and upright else cdiv(rows, tile_m)
+    return (down, cdiv(columns, tile_n)), constants
 
 
 def block_quantize_triton(args: BlockQuantizeArguments) -> tuple[Tensor, ...]:
@@ -339,7 +381,7 @@ def block_transpose_triton(args: BlockTransposeArguments) -> tuple[Tensor, ...]:
     if args.q.numel() == 0:
         return tuple(each.zero_() for each in result)
     args = contiguous(args)
-    grid, constants = tile_of(sizes, args.block_size, transposed=True)
+    grid, constants = tile_of(sizes, args.block_size, transposed=True, upright=False)
     # Any tensor serves as a pointer that the kernel does not use.
     partial = args.scale.new_empty((grid[0], sizes[1])) if sums else args.scale
     launch(_block_transpose_kernel, grid)(args.q, args.scale, *result[:2], partial, *sizes, SUMS=sums, **constants)
@@ -388,7 +430,8 @@ def block_quantize(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed: 
 
     Args:
         x: ``(..., C)`` fp32, fp16 or bf16, any strides, treated as R = prod(leading) rows.
-        block_size: 32, 64 or 128 for square blocks, as in the paper; (32, 128) or (1, 128) for (rows, columns).
+        block_size: 32, 64 or 128 for square blocks, as in the paper; (32, 128), (1, 128) or (1, 256) for (rows,
+            columns).
         seed: None rounds half to even. One int64 on ``x``'s device rounds stochastically, which is unbiased; it is a
             tensor so that a captured graph can run again with another seed.
 
@@ -409,7 +452,8 @@ def block_quantize_both(
 ) -> BothBlocks:
     """``block_quantize`` of ``x`` and of its transpose in one pass: ``(q, scale, q^T, scale^T)``.
 
-    With square blocks the second pair is the transpose of the first; with others it is in blocks of (32, 128).
+    With square blocks the second pair is the transpose of the first; with others it is in blocks of ``operand_size``,
+    (32, 128) or (32, 256).
     """
     return torch.ops.qframework.block_quantize_both(x, block_size, seed)
 
@@ -424,7 +468,7 @@ def block_dequantize(
 def block_transpose(q: Tensor, scale: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> Blocks:
     """The transpose ``(C, R)`` int8, contiguous, of ``q (..., C)``, and its scale.
 
-    Square blocks keep their values. Others are quantized again, in blocks of (32, 128), with an error of half a step.
+    Square blocks keep their values. Others are quantized again, in blocks of 32 rows, with an error of half a step.
     """
     return torch.ops.qframework.block_transpose(q, scale, block_size)
 

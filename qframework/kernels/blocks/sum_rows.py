@@ -184,7 +184,7 @@ def block_sum_rows(x: Tensor, x_scale: Tensor, block_size: BlockSize = DEFAULT_B
     Args:
         x: ``(..., C)`` int8.
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
-        block_size: 32, 64, 128, (32, 128) or (1, 128).
+        block_size: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
 
     Returns:
         ``(C,)`` fp32, summed in float32 and always in the same order.

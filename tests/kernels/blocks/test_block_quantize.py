@@ -164,7 +164,9 @@ def test_a_transpose_and_the_sum_of_rows(quantize, transpose, transpose_sum, pla
     assert torch.equal(sums, transpose_sum(q, scale, block_size)[2])
 
 
-TURNED = (32, 128)  # blocks of what is transposed, where they are not square
+def turned_size(block_size):
+    """Blocks of what is transposed, where they are not square."""
+    return 32, block_size[1]
 
 
 @pytest.mark.parametrize("block_size", OBLONGS)
@@ -174,11 +176,11 @@ def test_transposed_oblong_blocks_are_quantized_again(quantize, transpose, quant
     x = sample(place, shape)
     q, scale = quantize(x, block_size)
     stored = values(q, scale, block_size).reshape(-1, shape[-1]).t()
-    assert_blocks(*transpose(q, scale, block_size), stored, UNIT[torch.float32] * stored.abs(), TURNED)
+    assert_blocks(*transpose(q, scale, block_size), stored, UNIT[torch.float32] * stored.abs(), turned_size(block_size))
     both = quantize_both(x, block_size)
     assert torch.equal(both[0], q)
     assert torch.equal(both[1], scale)
-    assert_quantized(*both[2:], numpy64(x).reshape(-1, shape[-1]).T, TURNED)
+    assert_quantized(*both[2:], numpy64(x).reshape(-1, shape[-1]).T, turned_size(block_size))
 
 
 @pytest.mark.parametrize("block_size", OBLONGS)
@@ -191,7 +193,7 @@ def test_transposed_oblong_blocks_use_the_same_noise(quantize, quantize_both, pl
     assert torch.equal(q, alone[0])
     assert torch.equal(scale, alone[1])
     assert torch.equal(turned_scale, quantize_both(x, block_size)[3])
-    steps = numpy64(x).T / spread(turned_scale, shape[::-1], TURNED)
+    steps = numpy64(x).T / spread(turned_scale, shape[::-1], turned_size(block_size))
     off = numpy64(turned) - steps
     assert np.abs(off).max() < 1 + 1e-4
     fraction = steps - np.floor(steps)
@@ -212,12 +214,12 @@ def test_nan_and_infinity_in_a_transpose(dequantize, transpose, quantize_both, p
     q, scale, turned, turned_scale = quantize_both(x, block_size)
     spoiled = ~dequantize(q, scale, block_size).isfinite().cpu()
     assert torch.equal(spoiled, block_of(40, 33, shape, block_size))
-    spoiled_t = ~dequantize(turned, turned_scale, TURNED).isfinite().cpu()
-    assert torch.equal(spoiled_t, block_of(33, 40, shape[::-1], TURNED))
-    again = ~dequantize(*transpose(q, scale, block_size), TURNED).isfinite().cpu()
+    spoiled_t = ~dequantize(turned, turned_scale, turned_size(block_size)).isfinite().cpu()
+    assert torch.equal(spoiled_t, block_of(33, 40, shape[::-1], turned_size(block_size)))
+    again = ~dequantize(*transpose(q, scale, block_size), turned_size(block_size)).isfinite().cpu()
     expected = torch.zeros(shape[::-1], dtype=torch.bool)
     for row, column in spoiled.t().nonzero()[::8].tolist():  # blocks are longer than that
-        expected |= block_of(row, column, shape[::-1], TURNED)
+        expected |= block_of(row, column, shape[::-1], turned_size(block_size))
     assert torch.equal(again, expected)
 
 
@@ -462,10 +464,12 @@ def test_a_block_size_given_as_a_list_has_its_canonical_name():
 
 @pytest.mark.parametrize("text", ["48", "128x1", "1 x 128", "x", "", "-32"])
 def test_invalid_block_sizes_on_command_lines(text, capsys):
-    with pytest.raises(ValueError, match="block size must be one of 32, 64, 128, 32x128, 1x128, jetfire, got"):
+    with pytest.raises(ValueError, match="block size must be one of 32, 64, 128, 32x128, 1x128, 1x256, jetfire, got"):
         parse_block_size(text)
     parser = argparse.ArgumentParser()
     parser.add_argument("--block-size", type=parse_block_size)
     with pytest.raises(SystemExit):
         parser.parse_args([f"--block-size={text}"])
-    assert f"block size must be one of 32, 64, 128, 32x128, 1x128, jetfire, got {text!r}" in capsys.readouterr().err
+    assert (
+        f"block size must be one of 32, 64, 128, 32x128, 1x128, 1x256, jetfire, got {text!r}" in capsys.readouterr().err
+    )

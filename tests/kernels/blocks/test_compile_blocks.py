@@ -32,7 +32,9 @@ KERNELS = {
 
 def compiled_for(chip, name, block_size):
     kernel, flags = KERNELS[name]
-    _, tile = tile_of((50432, 768), block_size, transposed=flags.get("BOTH", "SUMS" in flags))
+    _, tile = tile_of(
+        (50432, 768), block_size, transposed=flags.get("BOTH", "SUMS" in flags), upright="SUMS" not in flags
+    )
     tile.setdefault("BLOCK_T", tile["BLOCK"])
     warps = tile["num_warps"] * (2 if flags.get("STOCHASTIC") else 1)
     constants = {name: value for name, value in (flags | tile).items() if name in kernel.arg_names}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.blocks.format import BlockSize, check_blocks, operand_size, scale_shape
+from qframework.kernels.blocks.format import BlockSize, check_block_size, check_blocks, operand_size, scale_shape
 from qframework.kernels.blocks.tiles import check_vector
 from qframework.kernels.runtime.checks import check_same_device
 from qframework.numerics import FLOAT_DTYPES
@@ -43,6 +43,8 @@ class BlockLinearArguments(NamedTuple):
         name, a, b = "block_linear", self.a, self.b
         check_blocks(name, "a", a, self.a_scale, self.block_size)
         check_blocks(name, "b", b, self.b_scale, operand_size(self.block_size))
+        if self.in_blocks:
+            check_block_size(name, self.block_size)  # a result may not have a size of operands alone
         check_same_device(name, a, b=b)
         if b.ndim != 2 or a.shape[-1] != b.shape[1]:
             raise QFrameworkError(

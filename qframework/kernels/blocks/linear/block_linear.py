@@ -72,8 +72,8 @@ def block_linear(
         b: ``(N, K)`` int8, contiguous.
         b_scale: ``(ceil(N / B), ceil(K / B))`` fp32, dequantizes ``b``, whose blocks are those of ``block_transpose``.
         bias: ``(N,)`` fp32, fp16 or bf16.
-        block_size: of ``a`` and the result: 32, 64, 128, (32, 128) or (1, 128). The INT8 sums along K run over the
-            columns of a block; more columns are faster.
+        block_size: of ``a`` and the result: 32, 64, 128, (32, 128), (1, 128) or (1, 256); for a float result also
+            (32, 256). The INT8 sums along K run over the columns of a block; more columns are faster.
         out_dtype: float32, float16, bfloat16, or int8 for a result in blocks.
 
     Returns:

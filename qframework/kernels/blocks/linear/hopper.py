@@ -1,14 +1,16 @@
 """block_linear's kernel for Hopper, in Gluon: one warp loads, warpgroups alternate between MMA and dequantization.
 
-Written in Gluon and with the same ring of stages and barriers as linear/hopper.py. A warpgroup owns 128 rows and 128
-columns of a tile as float32 sums in registers. It multiplies 64 rows of one block along K at a time into INT32
-registers, which its CUDA cores then scale and add: a conversion and a multiply-add per element. Meanwhile the other
-warpgroup uses the tensor cores:
+Written in Gluon and with the same ring of stages and barriers as linear/hopper.py. A warpgroup owns two halves of 64
+rows and 128 columns of a tile as float32 sums in registers. It multiplies one half of one block along K at a time into
+INT32 registers, which its CUDA cores then scale and add: a conversion and a multiply-add per element. Meanwhile the
+other warpgroup uses the tensor cores:
 
     warpgroup 0   multiply upper | dequantize upper | multiply lower | dequantize lower | ...
     warpgroup 1                  | multiply upper   | dequantize ... | multiply lower   | ...
 
 - two consumers: a tile of 256 x 128, whose rows of b both warpgroups read; ``turn`` barriers make them alternate.
+- two consumers and blocks of 256 columns: a tile of 128 x 256, whose halves lie side by side, so that a warpgroup has
+  whole blocks of the result. A stage holds half of a block's columns; products of both add up in the same registers.
 - one consumer: a tile of 128 x 128 and two programs per multiprocessor, which come to alternate without barriers; one
   also stores its tile while the other multiplies.
 
@@ -46,11 +48,13 @@ if HAS_GLUON:
     _MIN_SCALE = gl.constexpr(MIN_SCALE)
 
     @gluon.jit
-    def _place(index, M, N, K, STEPS, BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
+    def _place(
+        index, M, N, K, STEPS, BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
+    ):
         """Part of K, its first step and its end, and first row and column, of the ``index``-th tile."""
-        tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128)
+        tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
         part = index // tiles
-        start_m, start_n = place(index % tiles, M, N, BLOCK_M, 128, GROUP_M)
+        start_m, start_n = place(index % tiles, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         first = part * STEPS
         return part, first, gl.minimum(first + STEPS, gl.cdiv(K, BLOCK[1])), start_m, start_n
 
@@ -65,21 +69,23 @@ if HAS_GLUON:
         sizes,
         BLOCK: gl.constexpr,
         BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
         GROUP_M: gl.constexpr,
         STAGES: gl.constexpr,
     ):
         """The loading warp."""
+        WIDTH: gl.constexpr = a_stages.shape[2]
         M, N, K, STEPS, PARTS = sizes
         slot = 0
         phase = 1  # waiting for phase 1 of a new barrier returns at once: all stages are free
-        end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128) * PARTS
+        end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) * PARTS
         for index in range(gl.program_id(0), end, gl.num_programs(0)):
-            _, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, GROUP_M)
-            for step in range(first, last):
+            _, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, BLOCK_N, GROUP_M)
+            for step in range(first * (BLOCK[1] // WIDTH), last * (BLOCK[1] // WIDTH)):
                 mbarrier.wait(free.index(slot), phase)
-                mbarrier.expect(ready.index(slot), (BLOCK_M + 128) * BLOCK[1])
-                tma_load(a_desc, [start_m, step * BLOCK[1]], ready.index(slot), a_stages.index(slot))
-                tma_load(b_desc, [start_n, step * BLOCK[1]], ready.index(slot), b_stages.index(slot))
+                mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * WIDTH)
+                tma_load(a_desc, [start_m, step * WIDTH], ready.index(slot), a_stages.index(slot))
+                tma_load(b_desc, [start_n, step * WIDTH], ready.index(slot), b_stages.index(slot))
                 slot, phase = next_stage(slot, phase, STAGES)
 
     @gluon.jit
@@ -98,22 +104,47 @@ if HAS_GLUON:
         return scale
 
     @gluon.jit
-    def _scales_of_rows(scale_ptr, start, SIZE, block, across, layout: gl.constexpr):
-        """Scales of two halves of 64 rows with one scale per row; ``block`` is clamped to the last one along K."""
+    def _scales_of_rows(scale_ptr, start, SIZE, block, across, BELOW: gl.constexpr, layout: gl.constexpr):
+        """Scales of 64 rows and of those BELOW them, one per row; ``block`` is clamped to the last one along K."""
         row = start + gl.arange(0, 64, layout=layout)
         block = gl.minimum(block, across - 1)
         # Offsets are summed before they become addresses: addresses kept across steps would spill.
         upper = gl.load(scale_ptr + (gl.minimum(row, SIZE - 1) * across + block))
-        lower = gl.load(scale_ptr + (gl.minimum(row + 64, SIZE - 1) * across + block))
+        lower = upper
+        if BELOW > 0:
+            lower = gl.load(scale_ptr + (gl.minimum(row + BELOW, SIZE - 1) * across + block))
         return upper, lower
 
     @gluon.jit
-    def _multiply(a, b, turn, own_turn, WHO: gl.constexpr, CONSUMERS: gl.constexpr, layout: gl.constexpr):
-        """``a (64, B) @ b (B, 128)`` as INT32. The other warpgroup's turn begins once this product is issued."""
+    def _stage(a_stages, b_stages, slot):
+        return a_stages.index(slot), b_stages.index(slot).permute((1, 0))
+
+    @gluon.jit
+    def _columns(b, COLUMN: gl.constexpr):
+        if b.shape[1] > 128:
+            b = b.slice(COLUMN, 128, dim=1)
+        return b
+
+    @gluon.jit
+    def _multiply(
+        first,
+        second,
+        turn,
+        own_turn,
+        ROW: gl.constexpr,
+        COLUMN: gl.constexpr,
+        STAGES: gl.constexpr,
+        WHO: gl.constexpr,
+        CONSUMERS: gl.constexpr,
+        layout: gl.constexpr,
+    ):
+        """64 rows of a by 128 of b, of one or two stages, as INT32; then the other's turn begins."""
         acc = gl.zeros((64, 128), gl.int32, layout)
         if CONSUMERS == 2:
             mbarrier.wait(turn.index(WHO), own_turn)
-        acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma(first[0].slice(ROW, 64), _columns(first[1], COLUMN), acc, use_acc=False, is_async=True)
+        if STAGES == 2:
+            acc = warpgroup_mma(second[0].slice(ROW, 64), _columns(second[1], COLUMN), acc, is_async=True)
         if CONSUMERS == 2:
             mbarrier.arrive(turn.index(1 - WHO), count=1)
         return warpgroup_mma_wait(0, deps=(acc,))
@@ -137,58 +168,69 @@ if HAS_GLUON:
         BLOCK_B: gl.constexpr,
         HAS_BIAS: gl.constexpr,
         BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
         GROUP_M: gl.constexpr,
         STAGES: gl.constexpr,
         CONSUMERS: gl.constexpr,
         TMA_STORE: gl.constexpr,
         EARLY: gl.constexpr,
     ):
-        """Multiplying warpgroup 0 or 1, which computes 128 rows as two halves of 64."""
+        """Multiplying warpgroup 0 or 1, which computes two halves: one BELOW the other, or to the RIGHT of it."""
         a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr = pointers
         out_desc, a_stages, b_stages, out_stages, ready, free, turn = shared
         M, N, K, STEPS, PARTS = sizes
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
-        FIRST_ROW: gl.constexpr = WHO * 128
+        BELOW: gl.constexpr = 128 - BLOCK_N // 2
+        RIGHT: gl.constexpr = BLOCK_N - 128
+        FIRST_ROW: gl.constexpr = WHO * (64 + BELOW)
+        OF_BLOCK: gl.constexpr = BLOCK[1] // a_stages.shape[2]  # stages
         across = gl.cdiv(K, BLOCK[1])
         own_turn = 1 - WHO  # the phase to wait for: the first warpgroup begins at once
         slot = 0
         phase = 0
-        end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128) * PARTS
+        end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) * PARTS
         for index in range(gl.program_id(0), end, gl.num_programs(0)):
-            part, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, GROUP_M)
+            part, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, BLOCK_N, GROUP_M)
             start_m += FIRST_ROW
             upper = gl.zeros((64, 128), gl.float32, layout)
             lower = gl.zeros((64, 128), gl.float32, layout)
             if BLOCK[0] == 1:
-                ahead = _scales_of_rows(a_scale_ptr, start_m, M, first, across, of_rows)
+                ahead = _scales_of_rows(a_scale_ptr, start_m, M, first, across, BELOW, of_rows)
             for step in range(first, last):
-                mbarrier.wait(ready.index(slot), phase)
-                a = a_stages.index(slot)
-                b = b_stages.index(slot).permute((1, 0))
+                for i in gl.static_range(OF_BLOCK):  # stages are a multiple of it, so the phase is the same
+                    mbarrier.wait(ready.index(slot + i), phase)
+                a_and_b = _stage(a_stages, b_stages, slot)
+                next_a_and_b = _stage(a_stages, b_stages, slot + OF_BLOCK - 1)
                 # Scales are loaded before the product and used after it, so that the load overlaps with it.
                 columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
                 if BLOCK[0] == 1:
                     # One step ahead: each row's scale lies in a cache line of its own, too many for the L1 cache.
                     rows, rows_below = ahead
-                    ahead = _scales_of_rows(a_scale_ptr, start_m, M, step + 1, across, of_rows)
+                    ahead = _scales_of_rows(a_scale_ptr, start_m, M, step + 1, across, BELOW, of_rows)
                 else:
                     rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK[0], of_rows)
-                acc = _multiply(a.slice(FIRST_ROW, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
+                acc = _multiply(a_and_b, next_a_and_b, turn, own_turn, FIRST_ROW, 0, OF_BLOCK, WHO, CONSUMERS, layout)
                 own_turn ^= 1
                 upper = _dequantize(acc, rows, columns, upper)
                 if EARLY:
                     upper = _computed_here(upper)
-                if BLOCK[0] == 1:
+                if RIGHT > 0:
+                    columns = _spread(b_scale_ptr, start_n + RIGHT, N, step, across, 128, BLOCK_B[0], of_columns)
+                elif BLOCK[0] == 1:
                     rows = rows_below
                 elif BLOCK[0] < 128:
-                    rows = _spread(a_scale_ptr, start_m + 64, M, step, across, 64, BLOCK[0], of_rows)
-                acc = _multiply(a.slice(FIRST_ROW + 64, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
+                    rows = _spread(a_scale_ptr, start_m + BELOW, M, step, across, 64, BLOCK[0], of_rows)
+                acc = _multiply(
+                    a_and_b, next_a_and_b, turn, own_turn, FIRST_ROW + BELOW, RIGHT, OF_BLOCK, WHO, CONSUMERS, layout
+                )
                 own_turn ^= 1
-                mbarrier.arrive(free.index(slot), count=1)
+                for i in gl.static_range(OF_BLOCK):
+                    mbarrier.arrive(free.index(slot + i), count=1)
                 lower = _dequantize(acc, rows, columns, lower)
-                slot, phase = next_stage(slot, phase, STAGES)
+                for _ in gl.static_range(OF_BLOCK):
+                    slot, phase = next_stage(slot, phase, STAGES)
 
             m = start_m + gl.arange(0, 64, layout=of_rows)
             n = start_n + gl.arange(0, 128, layout=of_columns)
@@ -196,21 +238,28 @@ if HAS_GLUON:
             biased = N if HAS_BIAS else 0
             bias = gl.load(bias_ptr + n, mask=n < biased, other=0.0).to(gl.float32)[None, :]
             upper += bias
+            if RIGHT > 0:
+                bias = gl.load(bias_ptr + n + RIGHT, mask=n + RIGHT < biased, other=0.0).to(gl.float32)[None, :]
             lower += bias
+            inside, below = (m < M)[:, None] & (n < N)[None, :], (m + BELOW < M)[:, None] & (n + RIGHT < N)[None, :]
             if out_desc.dtype == gl.int8 and TMA_STORE:
-                upper = gl.where((m < M)[:, None] & (n < N)[None, :], upper, 0.0)
-                lower = gl.where((m + 64 < M)[:, None] & (n < N)[None, :], lower, 0.0)
-                _store_int8(upper, lower, out_scale_ptr, out_desc, out_stages.index(WHO), start_m, start_n, M, N, BLOCK)
+                upper = gl.where(inside, upper, 0.0)
+                lower = gl.where(below, lower, 0.0)
+                stage = out_stages.index(WHO)
+                if RIGHT > 0:
+                    _store_wide(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK)
+                else:
+                    _store_int8(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK)
             elif TMA_STORE:
-                _store_half(upper.to(out_desc.dtype), out_desc, out_stages.index(WHO), start_m, start_n)
-                _store_half(lower.to(out_desc.dtype), out_desc, out_stages.index(WHO), start_m + 64, start_n)
+                stage = out_stages.index(WHO)
+                _store_half(upper.to(out_desc.dtype), out_desc, stage, start_m, start_n)
+                _store_half(lower.to(out_desc.dtype), out_desc, stage, start_m + BELOW, start_n + RIGHT)
             else:
                 out_dtype: gl.constexpr = out_ptr.dtype.element_ty
                 rows = (part * M + m).to(gl.int64)[:, None]
-                inside = (n < N)[None, :]
-                gl.store(out_ptr + rows * N + n[None, :], upper.to(out_dtype), mask=(m < M)[:, None] & inside)
-                rows += 64
-                gl.store(out_ptr + rows * N + n[None, :], lower.to(out_dtype), mask=(m + 64 < M)[:, None] & inside)
+                gl.store(out_ptr + rows * N + n[None, :], upper.to(out_dtype), mask=inside)
+                rows += BELOW
+                gl.store(out_ptr + rows * N + (n + RIGHT)[None, :], lower.to(out_dtype), mask=below)
         if TMA_STORE:
             tma.store_wait(0)
 
@@ -247,6 +296,19 @@ if HAS_GLUON:
             _store_half(gl.convert_layout(q, upper.type.layout), out_desc, stage, start_m + 64, start_n)
 
     @gluon.jit
+    def _store_wide(left, right, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK: gl.constexpr):
+        """Store 64 rows in blocks of one row and 256 columns, the columns of both halves."""
+        amax = gl.max(gl.maximum(_magnitude(left), _magnitude(right)), 1)
+        scale = gl.div_rn(amax.to(gl.float32, bitcast=True), 127.0)
+        scale = gl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
+        inverse = gl.div_rn(1.0, scale)[:, None]
+        m = start_m + gl.arange(0, 64, layout=scale.type.layout)
+        across = gl.cdiv(N, BLOCK[1])
+        gl.store(out_scale_ptr + m * across + start_n // BLOCK[1], scale, mask=(m < M) & (start_n < N))
+        _store_half(pushed_to_int8(left * inverse + PUSH), out_desc, stage, start_m, start_n)
+        _store_half(pushed_to_int8(right * inverse + PUSH), out_desc, stage, start_m, start_n + 128)
+
+    @gluon.jit
     def _store_scales(scale, scale_ptr, start_m, start_n, M, N, BLOCK: gl.constexpr):
         layout: gl.constexpr = scale.type.layout
         m = start_m // BLOCK[0] + gl.arange(0, scale.shape[0], layout=gl.SliceLayout(1, layout))
@@ -274,6 +336,7 @@ if HAS_GLUON:
         BLOCK_B: gl.constexpr,  # with as many columns
         HAS_BIAS: gl.constexpr,
         BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
         GROUP_M: gl.constexpr,
         STAGES: gl.constexpr,
         CONSUMERS: gl.constexpr,
@@ -282,8 +345,9 @@ if HAS_GLUON:
         OVERLAP: gl.constexpr = False,
     ):
         """out = a @ b.T + bias. Persistent: each of n programs computes every n-th tile of every part."""
-        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK[1]], a_desc.layout)
-        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, 128, BLOCK[1]], b_desc.layout)
+        WIDTH: gl.constexpr = 128 if BLOCK[1] > 128 else BLOCK[1]
+        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, WIDTH], a_desc.layout)
+        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, WIDTH], b_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -306,14 +370,15 @@ if HAS_GLUON:
                 [
                     (_consume, (
                         gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
                     )),
                     (_consume, (
                         gl.constexpr(1), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
                     )),
                     (_produce, (
-                        a_desc, b_desc, a_stages, b_stages, ready, free, sizes, BLOCK, BLOCK_M, GROUP_M, STAGES,
+                        a_desc, b_desc, a_stages, b_stages, ready, free, sizes,
+                        BLOCK, BLOCK_M, BLOCK_N, GROUP_M, STAGES,
                     )),
                 ],
                 [4, 1],  # warps of the second and third
@@ -324,10 +389,11 @@ if HAS_GLUON:
                 [
                     (_consume, (
                         gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
                     )),
                     (_produce, (
-                        a_desc, b_desc, a_stages, b_stages, ready, free, sizes, BLOCK, BLOCK_M, GROUP_M, STAGES,
+                        a_desc, b_desc, a_stages, b_stages, ready, free, sizes,
+                        BLOCK, BLOCK_M, BLOCK_N, GROUP_M, STAGES,
                     )),
                 ],
                 [1],

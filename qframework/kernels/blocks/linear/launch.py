@@ -10,7 +10,7 @@ from torch import Tensor
 from qframework.kernels.blocks.format import BlockSize, block_shape, canonical_size, operand_size
 from qframework.kernels.blocks.linear import hopper as specialized
 from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
-from qframework.kernels.blocks.linear.tiles import BlockTile, Choice, choice_for, count_tiles
+from qframework.kernels.blocks.linear.tiles import STEP, BlockTile, Choice, choice_for, count_tiles
 from qframework.kernels.blocks.linear.triton import _block_linear_kernel
 from qframework.kernels.blocks.tiles import contiguous
 from qframework.kernels.linear.hopper import describe
@@ -50,14 +50,15 @@ def _call(
     n, k = args.b.shape
     m = args.a.shape[:-1].numel()
     step = block_shape(args.block_size)[1]
+    width = min(step, STEP)
     a: Any = args.a
     b: Any = args.b
     if tile.tma and tile.consumers:
-        a = describe(a, (m, k), k, (tile.block_m, step))
-        b = describe(b, (n, k), k, (tile.block_n, step))
+        a = describe(a, (m, k), k, (tile.block_m, width))
+        b = describe(b, (n, k), k, (tile.block_n, width))
     elif tile.tma:
-        a = TensorDescriptor(a, (m, k), (k, 1), (tile.block_m, step))
-        b = TensorDescriptor(b, (n, k), (k, 1), (tile.block_n, step))
+        a = TensorDescriptor(a, (m, k), (k, 1), (tile.block_m, width))
+        b = TensorDescriptor(b, (n, k), (k, 1), (tile.block_n, width))
     operands = (args.a_scale, args.b_scale, a, b, args.b_scale if args.bias is None else args.bias)
     sizes = (m, n, k, cdiv(cdiv(k, step), parts))
     has_bias, tiles = args.bias is not None and parts == 1, count_tiles(tile, m, n)
@@ -66,7 +67,7 @@ def _call(
         constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         return _block_linear_kernel, (tiles, parts, 1), (*operands, out, out_scale, *sizes), constants
     by_tma = stores_by_tma(out.dtype, n)
-    to = describe(out, (m, n), n, (specialized.ROWS, tile.block_n)) if by_tma else b
+    to = describe(out, (m, n), n, (specialized.ROWS, specialized.COLUMNS)) if by_tma else b
     constants = specialized_constants(tile, args.block_size, has_bias, by_tma) | specialized_options(tile)
     programs = min(tiles * parts, chip_of(out.device)[1] * tile.programs)
     return specialized.kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes, parts), constants
@@ -86,6 +87,7 @@ def tile_constants(tile: BlockTile, k: int, block_size: BlockSize, has_bias: boo
     """The compile-time constants of triton.py's kernel, in the order of its arguments."""
     return _blocks(block_size) | {
         "HAS_BIAS": has_bias,
+        "STEP": min(block_shape(block_size)[1], STEP),
         "EVEN_K": tile.tma or k % block_shape(block_size)[1] == 0,  # descriptors read zeros past the edge
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -104,6 +106,7 @@ def specialized_constants(tile: BlockTile, block_size: BlockSize, has_bias: bool
     return _blocks(block_size) | {
         "HAS_BIAS": has_bias,
         "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
         "GROUP_M": tile.group_m,
         "STAGES": tile.num_stages,
         "CONSUMERS": tile.consumers,

@@ -17,7 +17,7 @@ from qframework.kernels.runtime.gluon import HAS_GLUON
 
 
 class BlockTile(NamedTuple):
-    """The compile-time choices of a kernel. The step along K is the number of columns in a block."""
+    """The compile-time choices of a kernel. The step along K is the number of columns in a block, but at most STEP."""
 
     block_m: int
     block_n: int
@@ -39,12 +39,20 @@ _BY_POINTERS = {
     32: [BlockTile(128, 128, 8, 5), BlockTile(64, 128, 8, 5), BlockTile(64, 64, 4, 5)],
     64: [BlockTile(128, 128, 8, 4), BlockTile(64, 128, 8, 4), BlockTile(64, 64, 4, 4)],
     128: [BlockTile(128, 128, 8, 3), BlockTile(64, 128, 8, 3), BlockTile(64, 64, 4, 3)],
+    256: [BlockTile(64, 256, 8, 2), BlockTile(128, 128, 8, 3), BlockTile(64, 128, 8, 3), BlockTile(64, 64, 4, 3)],
 }
 _BY_TMA = {size: [tile._replace(tma=True) for tile in tiles] for size, tiles in _BY_POINTERS.items()}
-INTERPRETED = {32: BlockTile(32, 64, 4, 1), 64: BlockTile(64, 64, 4, 1), 128: BlockTile(128, 128, 4, 1)}
+INTERPRETED = {
+    32: BlockTile(32, 64, 4, 1),
+    64: BlockTile(64, 64, 4, 1),
+    128: BlockTile(128, 128, 4, 1),
+    256: BlockTile(64, 256, 4, 1),
+}
 # 192 KB and 96 KB of stages: what shared memory can hold beside the result for one or two programs per multiprocessor.
 COOPERATIVE = {size: BlockTile(256, 128, 4, 512 // size, tma=True, group_m=4, consumers=2) for size in (32, 64, 128)}
+COOPERATIVE[256] = COOPERATIVE[128]._replace(block_m=128, block_n=256, early=True)  # whole blocks of a result
 SINGLE = {size: BlockTile(128, 128, 4, 384 // size, tma=True, group_m=4, consumers=1) for size in (32, 64, 128)}
+STEP = 128  # the most columns that a kernel loads at a time
 _MIN_DEPTH = 1024  # the least number of columns in a part of K: smaller parts do not justify a pass over the sums
 
 
@@ -78,8 +86,9 @@ def choose_tile(
     tiles = (_BY_TMA if tma and capability[0] == 9 else _BY_POINTERS)[columns]
     if whole:
         tiles = [tile for tile in tiles if tile.block_m >= rows and tile.block_n >= columns]
-    elif (rows <= 32 and capability == (9, 0) and not tma) or (rows == 1 and capability[0] in (8, 12)):
-        tiles = tiles[1:]  # the largest tile spills there
+    else:
+        spills = (rows <= 32 and capability == (9, 0) and not tma) or (rows == 1 and capability[0] in (8, 12))
+        tiles = [tile for tile in tiles if tile.block_n <= STEP][spills:]  # the largest tile spills there
     chosen = next((t for t in tiles if m > t.block_m // 2 and count_tiles(t, m, n) >= processors), tiles[-1])
     large_memory = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
     return chosen if large_memory else chosen._replace(num_stages=2)
@@ -92,9 +101,13 @@ def specialized_tile(m: int, n: int, k: int, columns: int, processors: int, whol
     narrower blocks two programs take turns. Small tiles are also better if each gets a multiprocessor of its own: large
     ones would leave half of the multiprocessors idle.
     """
+    if columns > STEP:
+        return COOPERATIVE[columns]
     single = SINGLE[columns]
     programs = count_tiles(single, m, n) * parts_of(single, m, n, k, processors, whole)
-    return single if columns < 128 or programs <= processors else COOPERATIVE[columns]
+    if columns < 128 or programs <= processors:
+        return single
+    return COOPERATIVE[columns]
 
 
 def count_tiles(tile: BlockTile, m: int, n: int) -> int:

@@ -25,6 +25,7 @@ def _block_linear_kernel(
     BLOCK_B: tl.constexpr,  # with as many columns
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    STEP: tl.constexpr,  # columns of a block that are loaded at a time
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -39,15 +40,17 @@ def _block_linear_kernel(
     m = start_m + tl.arange(0, BLOCK_M)
     n = start_n + tl.arange(0, BLOCK_N)
     # Rows past the edge wrap around instead of being masked. Their results are not stored.
-    k = tl.arange(0, BLOCK[1])
+    k = tl.arange(0, STEP)
     a_rows = (m % M).to(tl.int64)[:, None] * K + k[None, :]
     b_rows = (n % N).to(tl.int64)[None, :] * K + k[:, None]
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for block in range(part * DEPTH, tl.minimum(part * DEPTH + DEPTH, across)):
+    STEPS: tl.constexpr = BLOCK[1] // STEP
+    for step in range(part * DEPTH * STEPS, tl.minimum(part * DEPTH + DEPTH, across) * STEPS):
+        block = step // STEPS
         # Scales are loaded before the product and used after it, so that the load overlaps with the tensor cores.
         of_rows = spread_scales(a_scale_ptr, start_m, M, block, across, BLOCK_M, BLOCK[0])
         of_columns = spread_scales(b_scale_ptr, start_n, N, block, across, BLOCK_N, BLOCK_B[0])
-        start = block * BLOCK[1]
+        start = step * STEP
         if TMA:
             acc = tl.dot(a_ptr.load([start_m, start]), b_ptr.load([start_n, start]).T, out_dtype=tl.int32)
         elif EVEN_K:

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from oracle import UNIT, numpy64
 
-BLOCK_SIZES = (32, 64, 128, (32, 128), (1, 128))
+BLOCK_SIZES = (32, 64, 128, (32, 128), (1, 128), (1, 256))
 
 
 def blocks_of(block_size):
     """Rows and columns of the blocks of a and the result, then of b; independent of the package."""
     if isinstance(block_size, int):
         return (block_size, block_size), (block_size, block_size)
-    return tuple(block_size), (32, 128)
+    return tuple(block_size), (32, block_size[1])
 
 
 def make_case(place, shape, n, block_size, spread=4.0):

@@ -13,7 +13,7 @@ from qframework.kernels.blocks.format import BLOCK_SIZES, block_shape
 from qframework.kernels.blocks.linear import hopper as specialized
 from qframework.kernels.blocks.linear import tiles as block_linear_tiles
 from qframework.kernels.blocks.linear.launch import specialized_constants, specialized_options, tile_constants
-from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, choose_tile, parts_of
+from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, STEP, choose_tile, parts_of
 from qframework.kernels.blocks.linear.triton import _block_linear_kernel
 from qframework.kernels.linear.hopper import layout
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
@@ -30,7 +30,7 @@ def compile_anywhere(chip, tile, block_size, out, k):
     types = POINTERS | {"a_ptr": "*i8", "b_ptr": "*i8", "out_ptr": f"*{out}"}
     types |= dict.fromkeys(("M", "N", "K", "DEPTH"), "i32")
     if tile.tma:
-        columns = block_shape(block_size)[1]
+        columns = min(block_shape(block_size)[1], STEP)
         types["a_ptr"] = f"tensordesc<i8[{tile.block_m}, {columns}]>"
         types["b_ptr"] = f"tensordesc<i8[{tile.block_n}, {columns}]>"
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -67,10 +67,10 @@ def test_hopper_without_descriptors(block_size, out, tmp_path):
 def compile_specialized(tile, block_size, out, bias=True, **known):
     by_tma = out != "fp32"
     types = POINTERS | {"out_ptr": f"*{out}"} | dict.fromkeys(("M", "N", "K", "STEPS", "PARTS"), "i32")
-    columns = block_shape(block_size)[1]
+    columns = min(block_shape(block_size)[1], STEP)
     types["a_desc"] = described("i8", tile.block_m, columns)
     types["b_desc"] = described("i8", tile.block_n, columns)
-    types["out_desc"] = described(out, specialized.ROWS, tile.block_n) if by_tma else types["b_desc"]
+    types["out_desc"] = described(out, specialized.ROWS, specialized.COLUMNS) if by_tma else types["b_desc"]
     constants = specialized_constants(tile, block_size, bias, by_tma) | known
     multiples = {"N", "K"} - known.keys()
     return compile_for("sm_90", specialized.kernel, types, constants, multiples, **specialized_options(tile))
@@ -80,15 +80,22 @@ def described(kind, rows, columns):
     return f"tensordesc<{kind}[{rows}, {columns}],{layout(rows, columns, DTYPES[kind])!r}>"
 
 
+SPECIALIZED = [
+    (tiles[columns], size)
+    for tiles in (COOPERATIVE, SINGLE)
+    for size in BLOCK_SIZES
+    for columns in [block_shape(size)[1]]
+    if columns in tiles
+]
+
+
 @pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("out", DTYPES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("tiles", [COOPERATIVE, SINGLE], ids=["cooperative", "single"])
-def test_specialized(tiles, block_size, out, bias, tmp_path):
+@pytest.mark.parametrize(("tile", "block_size"), SPECIALIZED)
+def test_specialized(tile, block_size, out, bias, tmp_path):
     """Two halves a warpgroup, each product of 32 columns begun without a wait in between; registers are kept."""
     columns = block_shape(block_size)[1]
-    tile = tiles[columns]
     compiled = compile_specialized(tile, block_size, out, bias)
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"wgmma\.mma_async\S*s32\.s8\.s8", ptx)) == tile.consumers * 2 * columns // 32
@@ -100,10 +107,10 @@ def test_specialized(tiles, block_size, out, bias, tmp_path):
 
 
 @pytest.mark.parametrize("out", ["fp32", "bf16"])
-@pytest.mark.parametrize("block_size", [128, (1, 128)])
+@pytest.mark.parametrize("block_size", [128, (1, 128), (1, 256)])
 def test_one_column(block_size, out, tmp_path):
     """Triton compiles an argument that is 1 in."""
-    compiled = compile_specialized(COOPERATIVE[128], block_size, out, N=1)
+    compiled = compile_specialized(COOPERATIVE[block_shape(block_size)[1]], block_size, out, N=1)
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 
 
