@@ -15,12 +15,14 @@ the first blocks of DINOv2 for example, may compute their scales per token at ru
 
 Where channels were scaled to equal ranges, each of them ends where calibration data did, and other data exceeds many:
 clipping then makes more error than rounding. A margin for ranges from extremes is found by the error of the layer's own
-output on the examples that ranges do not come from.
+output on the examples that ranges do not come from. Channels that channel_scales.py scaled by how far other data is
+likely to go need little more than that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +34,8 @@ from qframework.graph.nodes import fake_value, linear_call
 from qframework.numerics import MIN_AMAX, affine_parameters, dynamic_scale, scale_from_amax
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
-from qframework.quantizer.channel_scales import LOPSIDED
+from qframework.quantizer.channel_scales import LOPSIDED, is_channel_scale
+from qframework.quantizer.channel_statistics import channel_statistics
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.hadamard_inputs import Transform, behind_norms, can_turn, is_norm
 from qframework.quantizer.histogram_observers import AffineMSEObserver, MSEObserver, PercentileObserver
@@ -72,6 +75,8 @@ _ZERO_POINT = "zero_point"
 # Shares by which a range may be wider than the calibration data: at least the first, since rare tokens that go far
 # beyond it harm a model more than they count in the error of a few examples.
 MARGINS = (0.2, 0.3, 0.5)
+# The same for channels that were scaled by how far other data is likely to go.
+_MARGINS_OF_REACHES = (0.0, 0.1, 0.2, 0.3, 0.5)
 # By how much the range of a channel may seem to grow with new data; it was nearly zero before if by more.
 _LARGEST_GROWTH = 4.0
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
@@ -127,6 +132,7 @@ def choose_activations(
     observers: bool = True,
     zero_points: bool = False,
     margins: bool = False,
+    reach: bool = False,
     dynamic_share: float = 0.0,
     hadamard: bool = False,
     batches: int | None = None,
@@ -144,6 +150,8 @@ def choose_activations(
         observers: whether to choose observers; needs at least two batches, or one that can be divided.
         zero_points: whether a lopsided input may have a zero point, an addition in the layer before; needs the same.
         margins: whether ranges from extremes may be wider than calibration data; needs the same.
+        reach: whether ``scale_channels`` scaled channels by how far other data is likely to go, so that margins start
+            from there.
         dynamic_share: dynamic inputs may have at most this share of what dynamic scales would cost at run time if all
             groups had them: a pass of its own over the channels, of which an input behind a norm costs a quarter.
         hadamard: whether dynamic inputs will be transformed as in qframework/quantizer/hadamard_inputs.py.
@@ -171,7 +179,7 @@ def choose_activations(
     _observe(exported, groups, fitted, {"", *allowed})
     groups = [group for group in groups if group.parameters]
     if margins and judged:
-        _widen(exported, groups, fitted, first_examples(exported, judged, 2 * _EXAMPLES))
+        _widen(exported, groups, fitted, first_examples(exported, judged, 2 * _EXAMPLES), reach)
     example = first_examples(exported, judged or fitted, _EXAMPLES)
     _measure(exported, groups, example, dynamic=dynamic_share > 0)
     proposals = [_proposal(groups, dynamic_share, allowed)]
@@ -292,51 +300,43 @@ def _parameters(both_ends: AffineMSEObserver) -> dict[str, Parameters]:
 
 
 @torch.no_grad()
-def _widen(exported: GraphModule, groups: list[_Group], fitted: list[Batch], example: list[Any]) -> None:
+def _widen(exported: GraphModule, groups: list[_Group], fitted: list[Batch], example: list[Any], reach: bool) -> None:
     """Set the margins of least error of the layers' outputs for an ``example`` that ranges do not come from.
 
-    Scales of channels may come from all data, the example included. Values are therefore multiplied by what scales from
-    ``fitted`` alone would have multiplied them by, were all channels scaled to equal ranges.
+    With ``reach`` they come on top of how far the widest channel is likely to go. Scales of channels may come from all
+    data, the example included. Values are therefore multiplied by what scales from ``fitted`` alone would have
+    multiplied them by, were all channels scaled to equal ranges.
     """
-    seen = {group.input: _LargestMagnitudes(group.names[0]) for group in groups}
-    observe(exported, {node: [each] for node, each in seen.items()}, fitted)
+    seen = channel_statistics(exported, fitted, [group.input for group in groups], 1)
     run = Run(exported).start(example)
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         rows = run.value(group.input).reshape(-1, group.width)
         weights = [run.value(node.args[1]) for node in group.linears]  # type: ignore[arg-type]
-        amax = seen[group.input].amax.clamp(min=MIN_AMAX)
-        whole = torch.maximum(amax, rows.abs().amax(0))
-        growth = (whole / amax).clamp(max=_LARGEST_GROWTH)
+        known = seen[group.input]
+        whole = copy.copy(known)
+        whole.add(run.value(group.input))
+        reaches = reach and is_channel_scale(group.input)
+        own, ends = (
+            (each.reaching() if reaches else each).amax.clamp(min=MIN_AMAX)  # what channels are scaled by
+            for each in (known, whole)
+        )
+        growth = (ends / own).clamp(max=_LARGEST_GROWTH)
         for name, narrow in group.parameters.items():
             config = _CANDIDATES.get(name, group.config)
             if config.observer == "minmax" and not config.observer_args:
-                fits = narrow._replace(scale=narrow.scale * float(whole.amax() / amax.amax()))
-                margin = _best_margin(rows * growth, [weight / growth for weight in weights], fits)
+                fits = narrow._replace(scale=narrow.scale * float(ends.amax() / known.amax.amax()))
+                more = _MARGINS_OF_REACHES if reaches else MARGINS
+                margin = _best_margin(rows * growth, [weight / growth for weight in weights], fits, more)
+                margin = round((1 + margin) * float(ends.amax() / whole.amax.amax()) - 1, 2)
                 group.margins[name] = margin
                 group.parameters[name] = narrow._replace(scale=narrow.scale * (1 + margin))
 
 
-class _LargestMagnitudes:
-    """Observes the largest magnitude of each channel."""
-
-    def __init__(self, layer: str) -> None:
-        self.layer, self.amax = layer, torch.zeros(())
-
-    def to(self, device: torch.device) -> _LargestMagnitudes:
-        return self
-
-    def __call__(self, x: Tensor) -> None:
-        self.amax = torch.maximum(self.amax.to(x), x.reshape(-1, x.shape[-1]).abs().amax(0)) if x.numel() else self.amax
-
-    def nonfinite(self) -> Tensor:
-        return ~self.amax.isfinite().all()
-
-
-def _best_margin(rows: Tensor, weights: list[Tensor], narrow: Parameters) -> float:
+def _best_margin(rows: Tensor, weights: list[Tensor], narrow: Parameters, margins: Sequence[float]) -> float:
     """The margin of least error of the outputs for ``rows (n, K)``."""
     errors = {}
-    for margin in MARGINS:
+    for margin in margins:
         wrong = fake_quantized(rows, narrow._replace(scale=narrow.scale * (1 + margin))) - rows
         errors[margin] = sum(float((wrong @ weight.T).double().square().sum()) for weight in weights)
     return min(errors, key=errors.__getitem__)

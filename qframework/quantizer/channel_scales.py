@@ -57,6 +57,8 @@ _EXAMPLES = 4
 _SUFFIX = "_channel_scale"
 # With a zero point: how many times less the short side of the range, -0.17 behind GELU, may have than the long one.
 _SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
+# Channels scaled by their reach need no room for what calibration did not see, which lower strengths give.
+_OF_REACHES = 2
 # With a zero point the scale must be at most this share of the symmetric one to be worth its cost.
 LOPSIDED = 0.8
 
@@ -73,6 +75,7 @@ def scale_channels(
     zero_points: bool = False,
     rounding: float = 1.0,
     corrects_bias: bool = False,
+    reach: bool = False,
     chosen: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Multiply the inputs of linears by a constant per channel where that reduces their error, in place.
@@ -92,6 +95,8 @@ def scale_channels(
         zero_points: whether static inputs may get zero points afterwards.
         rounding: the share of the error of weights rounded to nearest that is left in the end.
         corrects_bias: whether biases will take the mean error that rounded weights cause.
+        reach: for static scales, use how far channels of other data are likely to go instead of their extremes
+            (qframework/quantizer/channel_statistics.py), and try only the two largest strengths.
         chosen: a former result for this graph; its strengths are applied to the ranges of ``data`` without a search.
 
     Returns:
@@ -104,7 +109,7 @@ def scale_channels(
     if chosen is None:
         search = functools.partial(_outputs, rounding=rounding, corrects_bias=corrects_bias)
         judged, fitted = held_out(exported, data, batches)  # ranges of channels that fit only their own data show
-        taken = _search(exported, readers, (judged or fitted, fitted), strengths, samples, zero_points, search)
+        taken = _search(exported, readers, (judged or fitted, fitted), strengths, samples, zero_points, reach, search)
     else:
         names = {x: layer_name(linears[0][0]) for x, linears in readers.items()}
         taken = {x: chosen[name] for x, name in names.items() if name in chosen}
@@ -113,7 +118,8 @@ def scale_channels(
     found: dict[str, float] = {}
     seen = channel_statistics(exported, data, taken, 1, batches)
     for x, strength in taken.items():
-        scale = _candidates(exported, readers[x], seen[x], (strength,), zero_points)[strength]
+        own = _ends(seen[x], readers[x][0][1].activation, reach)
+        scale = _candidates(exported, readers[x], own, (strength,), zero_points)[strength]
         _scale(exported, x, [node for node, _ in readers[x]], scale)
         found.update((layer_name(node), strength) for node, _ in readers[x])
     exported.recompile()
@@ -127,6 +133,7 @@ def _search(
     strengths: Sequence[float],
     samples: int,
     zero_points: bool,
+    reach: bool,
     outputs: Callable[..., dict[Node, Tensor]],
 ) -> dict[Node, float]:
     """The strength for each input that a product helps; ``data`` is what is judged and what ranges come from."""
@@ -139,17 +146,19 @@ def _search(
     taken: dict[Node, float] = {}
     for x, linears in sorted(readers.items(), key=lambda each: each[1][0][0]):
         run.advance(linears[0][0])
-        scales = _candidates(exported, linears, statistics[x], strengths, zero_points)
         config = linears[0][1].activation
+        seen = _ends(statistics[x], config, reach)
+        own = sorted(strengths)[-_OF_REACHES if reach and not config.dynamic else 0 :]
+        scales = _candidates(exported, linears, seen, own, zero_points)
 
         @functools.cache
         def error(strength: float | None) -> float:
             scale = scales[strength]  # noqa: B023
-            parameters = _parameters(config, statistics[x], scale, zero_points)  # noqa: B023
+            parameters = _parameters(config, seen, scale, zero_points)  # noqa: B023
             changed = outputs(run, linears, run.value(x), scale, parameters)  # noqa: B023
             return relative_error(floats(run.finish(changed)), expected)
 
-        best = _least(error, sorted(strengths))
+        best = _least(error, own)
         if error(best) < (1 - _GAIN) * error(None):
             taken[x] = best
     return taken
@@ -205,6 +214,11 @@ def _candidates(
         scales = [smoothing_scales(_reach(seen, share), amax_w, free, strength) for share in shares]
         found[strength] = min(scales, key=lambda scale: _noise(config, seen, scale, size_w, zero_points))
     return found
+
+
+def _ends(seen: ChannelStatistics, config: ActivationConfig, reach: bool) -> ChannelStatistics:
+    """With the extremes of other data, if wanted, for a static scale."""
+    return seen.reaching() if reach and not config.dynamic else seen
 
 
 def _reach(seen: ChannelStatistics, share: float) -> Tensor:

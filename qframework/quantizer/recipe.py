@@ -103,6 +103,9 @@ class Recipe(JsonConfig):
             error of the model's output. Costs an addition in the layer before; all else is symmetric.
         margins: widen ranges from extremes, by a fifth or more, chosen by the error of the layer's output on data that
             they do not come from. Costs nothing at run time.
+        reach: let ``channel_scales`` give each channel of a static input the room that its largest values in single
+            examples suggest (qframework/quantizer/channel_statistics.py), and margins start from that. Costs nothing at
+            run time.
         hadamard: turn dynamic inputs behind activations, without their mean, by Hadamard matrices in blocks of channels
             where that reduces the error of the model's output (qframework/quantizer/hadamard_inputs.py). On a GPU it is
             a part of their quantization, which takes twice as long.
@@ -135,6 +138,7 @@ class Recipe(JsonConfig):
     choose_observers: bool = False
     zero_points: bool = False
     margins: bool = False
+    reach: bool = False
     hadamard: bool = False
     rotate_heads: bool = False
     attention_heads: bool = False
@@ -148,8 +152,8 @@ class Recipe(JsonConfig):
     def __post_init__(self) -> None:
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
-        switches = ("channel_scales", "split_gelu", "rotate", "shift", "choose_observers", "zero_points")
-        for name in (*switches, "margins", "hadamard", "rotate_heads", "attention_heads", "guard", "bias_correction"):
+        switches = ("channel_scales", "split_gelu", "rotate", "shift", "choose_observers", "zero_points", "margins")
+        for name in (*switches, "reach", "hadamard", "rotate_heads", "attention_heads", "guard", "bias_correction"):
             check_bool("Recipe", name, getattr(self, name))
         if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
             raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
@@ -159,7 +163,7 @@ class Recipe(JsonConfig):
 
     @classmethod
     def best(cls) -> Recipe:
-        """The steps that help most models and cost little at run time: all but ``split_gelu`` and ``hadamard``."""
+        """The steps that help most models and cost little: all but ``split_gelu``, ``reach`` and ``hadamard``."""
         return cls(
             rotate=True,
             shift=True,
@@ -227,6 +231,7 @@ class Recipe(JsonConfig):
                 observers=self.choose_observers,
                 zero_points=self.zero_points,
                 margins=self.margins,
+                reach=self.reach,
                 dynamic_share=self.dynamic_share,
                 hadamard=self.hadamard,
                 batches=self.batches,
@@ -258,7 +263,7 @@ class Recipe(JsonConfig):
         if self.smooth is not None:
             before["smooth"] = lambda data, known: smooth(exported, quantizer, data, chosen=known, **search)
         if self.channel_scales:
-            fitted = {"zero_points": self.zero_points, **self._fitted_later}
+            fitted = {"zero_points": self.zero_points, "reach": self.reach, **self._fitted_later}
             before["channel_scales"] = lambda data, known: scale_channels(
                 exported, quantizer, data, chosen=known, **fitted, **search
             )

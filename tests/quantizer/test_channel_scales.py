@@ -23,7 +23,9 @@ from qframework.quantizer import (
     dynamic_int8,
     static_int8,
 )
+from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.channel_scales import _least, scale_channels
+from qframework.quantizer.channel_statistics import channel_statistics
 
 MUL = torch.ops.aten.mul.Tensor
 DIM, HIDDEN = 8, 16
@@ -211,3 +213,36 @@ def test_a_former_result_is_applied_to_other_ranges_without_a_search(monkeypatch
         scaled[factor] = next(value for name, value in other.named_buffers() if "channel_scale" in name)
     assert not torch.allclose(scaled[1], scaled[10])
     assert scale_channels(exported(UnevenMlp(), data[0]), quantizer(), data, strengths=STRENGTHS, chosen={}) == {}
+
+
+def test_static_scales_follow_the_reach_of_channels() -> None:
+    torch.manual_seed(1)
+    data = list(torch.randn(24, 7, DIM).split(2))
+    constants = []
+    for reach in (False, True):
+        graph = exported(UnevenMlp(), data[0])
+        node = next(node for node in graph.graph.nodes if "gelu" in node.name)
+        seen = channel_statistics(graph, data, [node], 1)[node]
+        scale_channels(graph, quantizer(), data, strengths=(), reach=reach, chosen={"fc2": 1.0})
+        constants.append(next(value for name, value in graph.named_buffers() if "channel_scale" in name))
+    expected, found = seen.reaching().amax / seen.amax, constants[0] / constants[1]
+    assert float(expected.max() / expected.min()) > 1.2
+    torch.testing.assert_close(found / found.mean(), expected / expected.mean())
+    dynamic = []
+    for reach in (False, True):
+        graph = exported(UnevenMlp(), data[0])
+        scale_channels(graph, quantizer(dynamic_int8()), data, strengths=(), reach=reach, chosen={"fc2": 1.0})
+        dynamic.append(next(value for name, value in graph.named_buffers() if "channel_scale" in name))
+    assert torch.equal(*dynamic)
+
+
+def test_margins_start_from_the_reach_of_scaled_channels() -> None:
+    torch.manual_seed(1)
+    data = list(torch.randn(24, 7, DIM).split(6))
+    graph = exported(UnevenMlp(), data[0], dynamic_batch=True)
+    scale_channels(graph, quantizer(), data, strengths=(), reach=True, chosen={"fc2": 1.0})
+    product = next(node for node in graph.graph.nodes if node.target == MUL)
+    seen = channel_statistics(graph, data, [product], 1)[product]
+    name = choose_activations(graph, quantizer(), data, observers=False, margins=True, reach=True)["fc2"]
+    beyond = (1 + float(name.removeprefix("+ "))) * float(seen.amax.amax()) / float(seen.reaching().amax.amax())
+    assert min(abs(beyond - 1 - more) for more in (0.0, 0.1, 0.2, 0.3, 0.5)) < 0.03

@@ -214,6 +214,36 @@ def test_statistics_see_all_data_and_sample_evenly() -> None:
     assert int((per_batch > 0).sum()) >= 17
 
 
+def test_statistics_reach_beyond_extremes_by_the_tail_of_examples_against_numpy() -> None:
+    torch.manual_seed(0)
+    values = torch.rand(12, 50, 3) + 1  # 600 rows
+    values[3, 0] = torch.tensor([2.0, 4.0, 2.0])  # one example far beyond the others
+    values[:, 0, 2] = -3.0  # all equal
+    seen = ChannelStatistics(samples=1)
+    for batch in values.split(5):
+        seen.add(batch)
+    x = values.double().numpy()
+    expected = []
+    for flipped in (-x, x):
+        largest = -np.sort(-flipped.max(1), axis=0)[:5]
+        decay = largest[:4].mean(0) - largest[4]
+        width = x.max((0, 1)) - x.min((0, 1))
+        logarithm = np.log(np.maximum(decay * 12 * 254**2 / (600 * width), 1))
+        expected.append(largest[0] + decay * np.minimum(logarithm, 4))
+    reach = seen.reaching()
+    np.testing.assert_allclose(-reach.low.numpy(), expected[0], rtol=1e-5)
+    np.testing.assert_allclose(reach.high.numpy(), expected[1], rtol=1e-5)
+    assert float(reach.high[0]) < 1.1 * float(seen.high[0]) < 1.5 * float(seen.high[1]) < float(reach.high[1])
+    assert float(reach.low[2]) == -3.0
+    assert torch.equal(seen.high, values.amax((0, 1)))  # unchanged
+
+
+def test_statistics_of_one_example_reach_as_far_as_it() -> None:
+    seen = ChannelStatistics(samples=1)
+    seen.add(torch.randn(1, 9, 3))
+    assert torch.equal(seen.reaching().amax, seen.amax)
+
+
 def test_statistics_errors() -> None:
     graph = exported(NormLinear(), data()[0])
     norm = next(node for node in graph.graph.nodes if "layer_norm" in node.name)
