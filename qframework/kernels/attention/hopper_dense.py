@@ -41,6 +41,7 @@ _ROUNDS = 2.9  # if each of these programs computes so many tiles, since fewer e
 _SOME_HALF_TILES, _MANY_ROUNDS = 8, 8.0  # and up to so many tiles of a head if it computes no more than these
 _FEW_CAUSAL_TILES = 8  # the same for programs of two tiles under causality
 _FEW_STAYING_TILES = 4  # up to so many, programs that stay are faster under causality as well, from _ROUNDS on
+_MASK_KEYS = 255  # up to which a mask costs less where all keys of a head stay in shared memory,
 _ROW_MASK_KEYS = 192  # up to which a mask without rows costs less where all keys stay in shared memory
 _LOADING = 0.7  # time to load a head's keys and values, in tiles of queries
 
@@ -157,14 +158,15 @@ def takes_mask(
 ) -> bool:
     """Whether these sizes are large enough for the streaming kernel with a bool mask, whose blocks are a pass more.
 
-    The kernel that keeps all keys of a head skips none, and is faster with few keys or a mask of each query.
+    The kernel that keeps all keys of a head skips none, and is faster with few keys.
     """
     widest = max(channels, values)
     large = cdiv(queries, 2 * ROWS) * heads * batch >= processors and min(queries, keys) > BLOCK_N
     if channels in WIDE:
         large = large and min(queries, keys) >= WIDE_MASKED and queries <= WIDE_QUERIES
         return HAS_GLUON and large and channels == values and channels % 8 == 0
-    large = large and ((row and keys > _ROW_MASK_KEYS) or not takes_bias(queries, keys, widest, False, 2))
+    streams = keys > (_ROW_MASK_KEYS if row else _MASK_KEYS) or not takes_bias(queries, keys, widest, False, 2)
+    large = large and streams
     return HAS_GLUON and large and widest <= MAX_CHANNELS and channels % 8 == values % 8 == 0
 
 
