@@ -134,6 +134,7 @@ MODELS = {
     ("llama_4096", 2): 1.4,
 }
 AGAINST_FP8 = ("llama_2048", "llama_4096")
+OURS = {"": "qframework", ", blocks of 1x256": "qframework_1x256"}
 
 
 def _model_targets() -> list[Target]:
@@ -141,12 +142,12 @@ def _model_targets() -> list[Target]:
     peers = {"BF16 compiled": "bf16", "torchao FP8": "torchao_fp8"}
     return [
         Target(
-            what=f"step of {model}, {blocks} blocks{graphs}", against=against, benchmark="training_models",
+            what=f"step of {model}, {blocks} blocks{graphs}{size}", against=against, benchmark="training_models",
             subjects=(f"{model}, {blocks} blocks, batch {training_models.MODELS[model].batch}",), ops=(op,),
-            ours=("qframework",), peers=(peer,), measure="calls_per_ms", must=must if peer == "bf16" else 1.0,
+            ours=(ours,), peers=(peer,), measure="calls_per_ms", must=must if peer == "bf16" else 1.0,
         )
-        for (model, blocks), must in MODELS.items() for op, graphs in steps.items() for against, peer in peers.items()
-        if peer == "bf16" or model in AGAINST_FP8
+        for (model, blocks), must in MODELS.items() for op, graphs in steps.items() for size, ours in OURS.items()
+        for against, peer in peers.items() if (peer == "bf16" and not size) or model in AGAINST_FP8
     ]  # fmt: skip
 
 

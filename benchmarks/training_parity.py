@@ -71,6 +71,7 @@ DEFAULT = (
     "per_tensor",
     per_block(64),
     per_block((32, 128)),
+    per_block((1, 256)),
 )
 PROMISED_SEEDS = 3
 LONG = (BASELINE, per_block((1, 128)))

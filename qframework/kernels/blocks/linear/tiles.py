@@ -26,7 +26,7 @@ class BlockTile(NamedTuple):
     tma: bool = False  # operands through tensor descriptors
     group_m: int = 8  # rows of tiles before the next column of tiles
     consumers: int = 0  # warpgroups that multiply in hopper.py; 0: triton.py
-    early: bool = False  # hopper.py dequantizes a half before it waits for its next turn; not measured yet
+    early: bool = False  # hopper.py dequantizes a half before it waits for its next turn: spares wide tiles a spill
 
     @property
     def programs(self) -> int:
