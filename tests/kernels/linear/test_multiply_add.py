@@ -73,22 +73,28 @@ def test_other_processors_have_none(monkeypatch):
     )
 
 
-def choice_in_a_process(**environment: str) -> cpu.CpuChoice:
-    """What a new process chooses."""
-    code = "from qframework.kernels.linear.cpu import cpu_choice; print(tuple(cpu_choice()))"
+def choice_in_a_process(relative_time: float, **environment: str) -> cpu.CpuChoice:
+    """What a new process without INT8 instructions chooses if that is the time of an exact product."""
+    code = f"from qframework.kernels.linear import cpu; cpu._relative_time = lambda *_: {relative_time}"
+    code += "; print(tuple(cpu.cpu_choice()))"
     variables = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"} | environment
     out = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     return cpu.CpuChoice(*ast.literal_eval(out.stdout.splitlines()[-1]))
 
 
-def test_it_is_chosen_without_vnni():
-    choice = choice_in_a_process()
-    assert choice.name == "multiply_add"
-    assert list(choice.rejected) == ["int_mm"]
+@pytest.mark.parametrize(
+    ("relative_time", "chosen", "rejected"),
+    [(0.9, "multiply_add", ["int_mm"]), (1.1, "float32", ["int_mm", "multiply_add"])],
+)
+def test_it_is_chosen_without_vnni_where_it_is_faster(relative_time, chosen, rejected):
+    """Not by the clock: on a processor with AVX-512 float products use it, and other work decides which is faster."""
+    choice = choice_in_a_process(relative_time)
+    assert choice.name == chosen
+    assert list(choice.rejected) == rejected
 
 
 def test_without_a_compiler_the_float_product_is_chosen(tmp_path):
-    choice = choice_in_a_process(CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    choice = choice_in_a_process(0.9, CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert choice.name == "float32"
     assert choice.rejected["multiply_add"].startswith("it is not available")
 
