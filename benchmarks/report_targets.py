@@ -8,9 +8,10 @@ from benchmarks.tables import Run
 from benchmarks.target_table import TARGETS, Outcome, Target, evaluate, rows
 
 NOTE = """Ratios of qframework over the peer. For speed, they are geometric means over the shapes, of the fastest of
-qframework over the fastest peer in the same run; for times and memory, lower is better. PASS means that every run of
-the file meets `must` with all shapes and all peers; `open` means that some are missing. Each row comes from
-one file, whose name says H100 or H200 (the same processor with faster memory). Rows without `must` are informational.
+qframework over the fastest peer in the same run; for times and memory, lower is better. A peer that a run has no figure
+of counts with its best of the file's other runs. PASS means that every run of the file meets `must` with all shapes and
+all peers; `open` means that some are missing. Each row comes from one file, whose name says H100 or H200 (the same
+processor with faster memory). Rows without `must` are informational.
 """
 
 

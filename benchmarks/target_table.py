@@ -147,11 +147,15 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
-    """The outcome of ``target`` in one file's records; None where no subject has both ours, be it wrong, and a peer."""
+    """The outcome of ``target`` in one file's records; None where no subject has both ours, be it wrong, and a peer.
+
+    A peer that a run has no value of counts with its best value of the file's other runs.
+    """
     mine = [record for record in records if record.benchmark == target.benchmark]
     numbers = sorted({record.run or 1 for record in mine})
     runs = [[record for record in mine if (record.run or 1) == number] for number in numbers]
-    compared = [pairs for pairs in (_compare(target, run) for run in runs) if pairs]
+    with_peers = ([*run, *_peers_of_other_runs(target, run, mine)] for run in runs)
+    compared = [pairs for pairs in (_compare(target, run) for run in with_peers) if pairs]
     wrong = tuple(dict.fromkeys(name for run in runs for name in _wrong(target, run)))
     if not compared and not wrong:
         return None
@@ -167,6 +171,13 @@ def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
         tuple(f"{name} ({why})" for name, why in absent.items() if why not in ("", "open")),
         wrong,
     )
+
+
+def _peers_of_other_runs(target: Target, run: Sequence[Record], file: Sequence[Record]) -> list[Record]:
+    """The records of peers that ``run`` has no value of, in all runs of the file."""
+    valued = {(record.provider, target.case(record)) for record in run if target.value(record)}
+    peers = (record for record in file if record.provider in (*target.peers, *target.also))
+    return [record for record in peers if (record.provider, target.case(record)) not in valued]
 
 
 def _wrong(target: Target, run: Sequence[Record]) -> list[str]:

@@ -149,6 +149,16 @@ def test_every_run_must_pass_on_its_own():
     assert outcome.range == "1.296 (1.200 to 1.400 in 2 runs)"
 
 
+@pytest.mark.parametrize("lacking", [(), both("peer", None, None, run=2, status="timeout")])
+def test_a_peer_that_a_run_lacks_counts_with_its_value_of_another_run(lacking):
+    """Also where it timed out: without the fastest peer the run would look better."""
+    ours = both("qframework_x", 280, 560)
+    second = [dataclasses.replace(record, run=2) for record in [*both("other", 200, 100), *ours]]
+    outcome = evaluate(SPEED, [*RIVALS, *ours, *lacking, *second])
+    assert outcome.ratios == (pytest.approx(1.4), pytest.approx(1.4))
+    assert outcome.rivals == ("other", "peer")
+
+
 def test_records_of_other_benchmarks_are_ignored():
     foreign = [dataclasses.replace(record, benchmark="vit_gpu") for record in both("peer", 9e9, 9e9)]
     assert evaluate(SPEED, [*RIVALS, *foreign, *both("qframework_x", 300, 600)]).verdict == "PASS, aim reached"

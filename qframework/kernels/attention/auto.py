@@ -83,9 +83,9 @@ def choose_packed_variant(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cau
         keys = (longest**2 + (total - longest) * rest) / max(total, 1) / (2 if causal else 1)
         least = _LONG_PACKED if q.shape[2] > 64 else _NARROW_PACKED
         long = longest >= _LONG_FASTER and keys >= least and total >= _MEAN_PACKED * sequences
-        if long and heads * total // QUERY_BLOCK >= _MANY_BLOCKS:  # noqa: SIM102
-            if hopper_packed.fits_packed(q, k, v, integer, lengths):
-                return integer.spec
+        many = heads * total // QUERY_BLOCK >= _MANY_BLOCKS
+        if long and many and hopper_packed.fits_packed(q, k, v, integer, lengths):
+            return integer.spec
     return choose_variant(q, k, v, lengths.longest_k, plain=False)
 
 

@@ -227,10 +227,10 @@ def _attention(
     at = (q.dtype, capability_of(q.device), bias.mask is not None)
     if plain and steps.fuses and can_prepare(variant) and hopper.fits(q, k, v, variant, *at):
         return _prepared(q, k, v, bias, variant, scale, smooth_k)
-    if lengths is not None and steps.fuses and variant.exponential == "integer" and not return_lse:  # noqa: SIM102
-        if hopper_packed.fits_packed(q, k, v, variant, lengths):
-            qk, cast = prepare_packed_triton(q, k, v, variant, scale, smooth_k, lengths)
-            return hopper_packed.attention_packed(qk, cast, variant, 1.0, bias.causal, lengths, q.dtype), None
+    integer = steps.fuses and variant.exponential == "integer" and not return_lse
+    if integer and lengths is not None and hopper_packed.fits_packed(q, k, v, variant, lengths):
+        qk, cast = prepare_packed_triton(q, k, v, variant, scale, smooth_k, lengths)
+        return hopper_packed.attention_packed(qk, cast, variant, 1.0, bias.causal, lengths, q.dtype), None
     k, v = _without_hidden(k, v, bias.mask, variant, smooth_k)
     values = quantized_values(v, variant, steps, lengths)
     plain = plain and values.scale is None
