@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import qframework
 from benchmarks.models import quantize_qframework
 from qframework import explain
 from qframework.graph.nodes import fake_value, linear_call
 from qframework.graph.select_early import select_early
+from qframework.quantizer.config import ActivationConfig, LinearConfig
 
 TOKENS, WIDTH = 7, 32
 
@@ -112,6 +114,31 @@ def test_everything_else_stays(choice: str) -> None:
     assert found[:3] == [TOKENS] * 3
 
 
+ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a norm of all tokens": lambda x: F.layer_norm(x, x.shape[1:]),
+    "softmax": lambda x: x.softmax(1),
+    "a running sum": lambda x: x.cumsum(1),
+    "the token before": lambda x: x + x.roll(1, 1),
+}
+
+
+@pytest.mark.parametrize("step", ACROSS)
+def test_what_computes_across_tokens_gets_all_of_them(step: str) -> None:
+    block, x = Block(CHOICES["inside"]).eval(), torch.randn(3, TOKENS, WIDTH)
+    block.second.register_forward_hook(lambda module, args, out: ACROSS[step](out))
+    result, found = moved(block, x)
+    torch.testing.assert_close(result, block(x))
+    assert found == [TOKENS, TOKENS, 1, 1]
+
+
+def test_a_factor_of_each_token() -> None:
+    block, x, factor = Block(CHOICES["inside"]).eval(), torch.randn(3, TOKENS, WIDTH), torch.randn(TOKENS, 1)
+    block.second.register_forward_hook(lambda module, args, out: out * factor)
+    result, found = moved(block, x)
+    torch.testing.assert_close(result, block(x))
+    assert found[2:] == [1, 1]
+
+
 def test_an_active_dropout_stays() -> None:
     _, found = moved(Block(CHOICES["first"]).train(), torch.randn(3, TOKENS, WIDTH))
     assert found == [TOKENS, TOKENS, TOKENS, 1]
@@ -151,3 +178,15 @@ def test_quantized_layers_are_the_same(preset: str, choice: str, monkeypatch: py
         assert torch.equal(early, torch.compile(quantized, backend="qframework")(x))
         assert str(explain(quantized, x)) == str(layers)
     assert found == [1, 1, 1, 1]
+
+
+def test_a_scale_of_all_tokens_stays_that() -> None:
+    """A dynamic scale of the whole tensor: with fewer tokens it would be another."""
+    block, x = Block(CHOICES["last"]).eval(), torch.randn(3, TOKENS, WIDTH)
+    config = LinearConfig(activation=ActivationConfig("per_tensor", dynamic=True))
+    with torch.no_grad():
+        quantized = qframework.quantize(block, (x,), config)
+        expected = quantized(x)
+        result, found = moved(quantized, x)
+    assert torch.equal(result, expected)
+    assert found == [TOKENS, TOKENS, TOKENS, 1]

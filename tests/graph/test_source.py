@@ -14,17 +14,19 @@ from qframework.graph.source import look_up_once
 
 
 class Stack(nn.Module):
-    """Two blocks in a list, with a parameter of its own."""
+    """Two blocks in a list, with a parameter of its own, and a linear two attributes away."""
 
     def __init__(self) -> None:
         super().__init__()
         self.offset = nn.Parameter(torch.randn(8))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+        self.outer = nn.Sequential()
+        self.outer.inner = nn.Linear(8, 8)
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x) + self.offset
-        return x
+        return self.outer.inner(x)
 
 
 X = torch.randn(3, 8)
@@ -45,7 +47,8 @@ def test_every_operator_and_module_is_looked_up_once(shorter):
     ]
     lines = shorter.code.splitlines()
     assert sum("self.blocks" in line for line in lines) == 4  # two linears and two norms, of 8 tensors
-    assert sum(" = module_" in line for line in lines) == 8
+    assert sum("self.outer" in line for line in lines) == 1
+    assert sum(" = module_" in line for line in lines) == 10
 
 
 def test_the_result_is_the_same_also_after_further_changes(shorter):
@@ -62,7 +65,7 @@ def test_the_result_is_the_same_also_after_further_changes(shorter):
         weights = {name: value for name, value in shorter.state_dict().items() if name.startswith(f"blocks.{block}.")}
         w, b, scale, shift = weights.values()
         x = norm(linear(x, w, b), [8], scale, shift)
-    assert torch.allclose(shorter(X), x)
+    assert torch.allclose(shorter(X), linear(x, shorter.outer.inner.weight, shorter.outer.inner.bias))
 
 
 def test_twice_is_once(shorter):
@@ -79,7 +82,9 @@ def test_dynamo_traces_it(shorter):
         return gm.forward
 
     assert torch.allclose(torch.compile(shorter, backend=backend, fullgraph=True)(X), shorter(X))
-    assert traced == [["aten.linear.default", "aten.layer_norm.default", "aten.add.Tensor"] * 2]
+    assert traced == [
+        ["aten.linear.default", "aten.layer_norm.default", "aten.add.Tensor"] * 2 + ["aten.linear.default"]
+    ]
 
 
 def test_a_value_with_the_name_of_a_lookup_keeps_it():
