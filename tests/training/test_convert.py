@@ -148,7 +148,7 @@ def test_what_each_module_becomes() -> None:
 def test_blocks_of_32_have_the_name_of_the_paper() -> None:
     for block_size, expected in (("jetfire", 32), ([32, 32], 32), (128, 128)):
         assert conversion_report(convert_to_int8_training(vit(), block_size)).block_size == expected
-    message = r"block_size must be one of 32, 64, 128, \(32, 128\), \(1, 128\), 'jetfire', got 'paper'"
+    message = r"block_size must be one of 32, 64, 128, \(32, 128\), \(1, 128\), \(1, 256\), 'jetfire', got 'paper'"
     with pytest.raises(UnsupportedError, match=message):
         convert_to_int8_training(vit(), "paper")
 
