@@ -201,7 +201,7 @@ def test_the_wheel_is_pure_python(wheel: Path) -> None:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = package_files(wheel).keys()
     package = {f"qframework/{name}" for name in files(ROOT / "qframework") if "__pycache__" not in name}
-    assert {"qframework/py.typed", "qframework/kernels/linear/multiply_add.cpp"} <= names
+    assert {"qframework/py.typed", "qframework/kernels/linear/native/int8_linear.cpp"} <= names
     assert names == package
 
 

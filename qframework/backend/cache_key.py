@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
+import torch
+
 from qframework.backend.options import BackendOptions
 from qframework.kernels.runtime.triton import INTERPRET
 
@@ -20,12 +22,13 @@ def cache_key(options: BackendOptions) -> str:
     """Equal in all processes that would generate the same code from a graph, and different from any other package's.
 
     It holds the version, a hash of all files of the package (passes, decompositions, tables for each chip), the options
-    of the backend, and whether Triton interprets its kernels. Inductor's own options are part of PyTorch's keys.
+    of the backend, whether Triton interprets its kernels, and the CPU's instructions that PyTorch uses, by which
+    products are chosen. Inductor's own options are part of PyTorch's keys.
     """
     from qframework import __version__
 
     attention = options.attention if isinstance(options.attention, str) else sorted(options.attention.items())
-    chosen = (options.linear, options.freeze_weights, attention, INTERPRET)
+    chosen = (options.linear, options.freeze_weights, attention, INTERPRET, torch.backends.cpu.get_cpu_capability())
     return f"qframework {__version__} {hash_of_package()} {chosen!r}"
 
 

@@ -38,7 +38,7 @@ from qframework.compat.dynamo import guard_identity, record_value
 from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, operation, why_not_plain
 from qframework.graph.shapes import traced_size
 from qframework.graph.writes import written_between
-from qframework.kernels.linear.cpu import cpu_implementation
+from qframework.kernels.linear.cpu import HAVE_INT8_INSTRUCTIONS, cpu_implementation
 from qframework.kernels.runtime.chip import capability_of
 from qframework.numerics import FLOAT_DTYPES
 
@@ -105,7 +105,7 @@ def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str 
 
 def _reason_of_speed(x: Tensor | None) -> str | None:
     """Why INT8 with a weight that is quantized at each call would be slower than float; None if it is not."""
-    if x is None or x.device.type != "cpu" or cpu_implementation() == "int_mm":
+    if x is None or x.device.type != "cpu" or cpu_implementation() in HAVE_INT8_INSTRUCTIONS:
         return None
     rows = math.prod(map(traced_size, x.shape[:-1]))
     if not 0 < rows < FEWEST_ROWS:  # unknown sizes count as 0

@@ -74,7 +74,7 @@ def test_a_block_of_a_static_model_has_four_int8_linears(tmp_path, capsys, fresh
     block = json.loads(output.read_text())["providers"]["qframework_static"]["block"]
     launches = {kernel["name"]: kernel["launches"] for kernel in block["kernels"]}
     if not torch.cuda.is_available():
-        assert launches["qframework::int8_product"] == 4
+        assert launches.get("qframework::int8_linear", 0) + launches.get("qframework::int8_product", 0) == 4
     assert block["launches"] == sum(launches.values()) >= 5
     assert f"one block, {block['launches']:g} kernels" in capsys.readouterr().out
 

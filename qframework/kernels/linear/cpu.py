@@ -1,14 +1,15 @@
-"""int8_linear on the CPU: the first INT8 product that is exact and fast on this machine, and an epilogue in torch.
+"""int8_linear on the CPU: the first implementation that is exact and fast on this machine.
 
-``int_mm``: ``torch._int_mm``, oneDNN's INT8 product, for processors with INT8 instructions (VNNI, AMX).
+``amx``, ``vnni``: C++ of the package (native.py), product and epilogue in one pass.
+``int_mm``: ``torch._int_mm``, oneDNN's INT8 product, for other processors with INT8 instructions, or without a compiler.
 ``multiply_add``: C++ of the package with 16-bit multiply-add, for x86 processors without them, where oneDNN's product
 saturates at INT16 or takes 24 times as long. With AVX2, a ViT-B's linears are 1.4 to 1.6 times as fast as in float32.
 ``float32``: the float product of the same integers, for all others. Sums over 1024 columns are exact in float32 and
 are then added as INT32. Each call converts the weight: a cached float copy would take four times its memory.
 
-In a compiled model the operator is decomposed: ``qframework::int8_product`` stays a call, and Inductor fuses the
-epilogue. No converted or packed weight is cached, so none can be stale: oneDNN's packed weights gain nothing over
-``torch._int_mm``, and packing one takes longer than multiplying hundreds of rows with it.
+In a compiled model the operator stays a call where it is C++ and large. Else it is decomposed:
+``qframework::int8_product`` is a call, and Inductor fuses the epilogue. No converted or packed weight is cached, so none
+can be stale: packing one takes a small part of the product with hundreds of rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 from qframework import numerics
 from qframework.compat.operators import int_mm
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
-from qframework.kernels.linear.multiply_add import multiply_add
+from qframework.kernels.linear.native import NATIVE, native_linear, native_product
 from qframework.kernels.linear.reference import epilogue_ref, int8_linear_ref
 from qframework.kernels.runtime.checks import check_positive_scale, rows_of
 from qframework.kernels.runtime.operator import declare
@@ -41,7 +43,7 @@ class CpuChoice(NamedTuple):
 
 
 def cpu_implementation() -> str:
-    """``"int_mm"``, ``"multiply_add"`` or ``"float32"``: the one that computes ``int8_linear`` on this machine."""
+    """The one that computes ``int8_linear`` here: ``"amx"``, ``"vnni"``, ``"int_mm"``, ``"multiply_add"``, ``"float32"``."""
     return cpu_choice().name
 
 
@@ -49,9 +51,14 @@ def cpu_implementation() -> str:
 def cpu_choice() -> CpuChoice:
     """The first product that is exact and faster than the float one on this machine; tried once per process.
 
-    ``int_mm`` takes a quarter of the float product's time with INT8 instructions and 24 times as much without, so noise
-    does not change the choice.
+    Products take a quarter of the float product's time with INT8 instructions, and ``int_mm`` 24 times as much without,
+    so noise does not change the choice.
     """
+    with ThreadPoolExecutor(1) as clean:  # a thread without dispatch modes, such as those that trace a graph
+        return clean.submit(_choose).result()
+
+
+def _choose() -> CpuChoice:
     rejected: dict[str, str] = {}
     for name, product in _PRODUCTS.items():
         reason = _reason_against(product)
@@ -132,6 +139,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def int8_linear_cpu(x: Int8LinearArguments) -> Tensor:
     """``int8_linear`` on the CPU; raises QFrameworkError for scales that are not positive."""
+    if cpu_implementation() in NATIVE and 0 not in (x.a.numel(), x.b.numel()):
+        return native_linear(x, cpu_implementation())
     x.check_scales()
     check_positive_scale("int8_linear", "b_scale", x.b_scale)
     if x.out_scale is not None:
@@ -152,10 +161,18 @@ def int8_linear_cpu(x: Int8LinearArguments) -> Tensor:
     return numerics.quantize_in_place(y, x.out_scale, x.out_zero_point)
 
 
+# A call of int8_linear takes the host about 20 us longer than one of int8_product: as much as it saves with so many
+# results, by the time of both in compiled models of eight layers, from 4 x 64 x 128 to 197 x 384 x 1,536.
+_FEWEST_RESULTS = 1 << 16
+
+
 def decompose_int8_linear(*args: Any, **kwargs: Any) -> Any:
-    """``int8_linear`` on the CPU as the operator ``int8_product`` and torch; whole on other devices."""
+    """``int8_linear`` as the operator ``int8_product`` and torch; whole on other devices, and where C++ is faster."""
     x = Int8LinearArguments(*args, **kwargs)
     if x.a.device.type != "cpu":
+        return NotImplemented
+    small = all(isinstance(size, int) for size in x.shape) and x.shape.numel() < _FEWEST_RESULTS
+    if not small and cpu_implementation() in NATIVE:
         return NotImplemented
     acc = torch.ops.qframework.int8_product(x.a.reshape(-1, x.a.shape[-1]), x.b)
     return epilogue_ref(acc.reshape(x.shape).float(), x)
@@ -178,8 +195,18 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     return int_mm(a, b.t())
 
 
+def _native(implementation: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return functools.partial(native_product, implementation=implementation)
+
+
 # In the order in which they are tried.
-_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"int_mm": _int_mm, "multiply_add": multiply_add}
+_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "amx": _native("amx"),
+    "vnni": _native("vnni"),
+    "int_mm": _int_mm,
+    "multiply_add": _native("multiply_add"),
+}
+HAVE_INT8_INSTRUCTIONS = ("amx", "vnni", "int_mm")
 
 
 # 128 * 128 * 1024 is 2**24, up to which float32 holds every integer, so sums are exact in any order. They stay exact

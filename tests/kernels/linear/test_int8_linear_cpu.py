@@ -7,6 +7,8 @@ import re
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 from oracle import assert_float_close, assert_int8_close, linear, numpy64
 from test_int8_linear import make_case
 
@@ -18,7 +20,7 @@ from qframework.kernels.linear.arguments import ACTIVATIONS
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["int_mm", "multiply_add", "float32"])
+@pytest.fixture(params=["amx", "vnni", "int_mm", "multiply_add", "float32"])
 def forced(request, monkeypatch):
     """Force one implementation."""
     product = int8_linear_cpu._PRODUCTS.get(request.param)
@@ -173,3 +175,26 @@ def test_a_single_column_is_computed_and_not_left_as_it_was() -> None:
             junk = torch.full((rows, columns), 12345, dtype=torch.int32)
             del junk
             assert torch.equal(torch.ops.qframework.int8_product(a, b), a.int() @ b.int().t())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("implementation", "rows", "whole_layer"),
+    [("multiply_add", 300, True), ("multiply_add", 200, False), ("int_mm", 300, False), ("float32", 300, False)],
+)
+def test_large_layers_in_cpp_stay_whole_when_compiled(monkeypatch, implementation, rows, whole_layer):
+    a, a_scale, b, b_scale, bias, _ = make_case(CPU, (rows, 40), 256, "per_token")
+    product = int8_linear_cpu._PRODUCTS.get(implementation)
+    rejected = (int8_linear_cpu._reason_against(product) if product is not None else None) or ""
+    if "exact" in rejected or "available" in rejected:
+        pytest.skip(f"{implementation}: {rejected}")
+    monkeypatch.setattr(int8_linear_cpu, "cpu_implementation", lambda: implementation)
+
+    def run(a):
+        return int8_linear(a, a_scale, b, b_scale, bias, "gelu")
+
+    with inductor_config.patch(force_disable_caches=True):  # their keys do not know the patch above
+        y, (code,) = run_and_get_code(torch.compile(run, backend="qframework", fullgraph=True), a)
+    assert ("qframework.int8_linear.default(" in code) is whole_layer
+    assert ("qframework.int8_product.default(" in code) is not whole_layer
+    assert_float_close(y, *linear(a, a_scale, b, b_scale, bias, "gelu"))

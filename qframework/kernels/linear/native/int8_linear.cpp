@@ -1,0 +1,171 @@
+// int8_linear on x86 processors: the exact INT32 product a @ b.T and its epilogue, block by block, so that no sum is
+// written to memory. Nothing is kept between calls: b is packed by each.
+
+constexpr int64_t BLOCK = 192;  // rows of a block of sums, a multiple of ROWS
+constexpr int64_t COPIED_ROWS = 768;  // rows that are copied at once where they have to be
+constexpr int64_t PACKED_BYTES = 1 << 20;  // of b that are packed at once
+constexpr int64_t FEW_ROWS = 6;
+
+// Rows of a as Elements, padded with zeros to `stride` values: in place if they are that already, or in a buffer.
+struct Rows {
+  const int8_t* a;
+  int64_t M, K, stride, copied_from;  // rows before `copied_from` are in place
+  int32_t offset;                     // what is added to the values of b
+  std::unique_ptr<Element[]> buffer;
+  std::unique_ptr<int32_t[]> start;  // the numbers at which sums of each row start
+
+  Rows(const int8_t* a, int64_t M, int64_t K, int64_t alignment, int32_t offset)
+      : a(a), M(M), K(K), stride(round_up(K, alignment)), offset(offset) {
+    copied_from = fits(K, alignment) ? M / ROWS * ROWS : 0;
+    buffer.reset(new Element[(round_up(M, ROWS) - copied_from) * stride]);
+    start.reset(new int32_t[round_up(M, ROWS)]);
+  }
+
+  static bool fits(int64_t K, int64_t alignment) { return sizeof(Element) == 1 && K % alignment == 0; }
+
+  const Element* at(int64_t row) const {
+    if (row < copied_from) return (const Element*)a + row * K;
+    return buffer.get() + (row - copied_from) * stride;
+  }
+
+  // Fill ROWS rows from `first` on.
+  SIMD void prepare(int64_t first) {
+    for (int64_t row = first; row < first + ROWS; ++row) {
+      Element* const to = row < copied_from ? nullptr : buffer.get() + (row - copied_from) * stride;
+      Ints sum = {};
+      for (int64_t k = 0; k < stride && (to || offset); k += WIDE) {
+        const int64_t values = row < M ? std::clamp<int64_t>(K - k, 0, WIDE) : 0, kept = std::min(WIDE, stride - k);
+        int8_t padded[WIDE] = {};
+        const int8_t* from = a + row * K + k;
+        if (values < WIDE) from = (const int8_t*)std::memcpy(padded, from, values);
+        const Ints x = lanes_of(from);
+        if (to) std::memcpy(to + k, &x, kept * sizeof(Element));
+        if (offset) sum = multiplied(sum, x, Ints{} + 0x01010101);
+      }
+      start[row] = -offset * added_up(sum);
+    }
+  }
+};
+
+// Packs `columns` rows of b (N, K) into a panel [lane][COLUMNS]; missing columns and values are zeros.
+SIMD static void pack(const int8_t* b, int64_t K, int64_t columns, int64_t lanes, int32_t* panel) {
+  constexpr int64_t VALUES = PACKED_LANES * GROUP;
+  for (int64_t column = 0; column < COLUMNS; column += 8) {
+    for (int64_t k = 0; k < lanes; k += PACKED_LANES) {
+      __m256i x[8];
+      const int64_t values = std::clamp<int64_t>(K - k * GROUP, 0, VALUES);
+      for (int64_t c = 0; c < 8; ++c) {
+        int8_t padded[32] = {};
+        const int8_t* from = b + (column + c) * K + k * GROUP;
+        if (column + c >= columns || values < VALUES) {
+          if (column + c < columns) std::memcpy(padded, from, values);
+          from = padded;
+        }
+        x[c] = packed_lanes(from);
+      }
+      transpose(x);
+      for (int64_t lane = 0; lane < std::min(PACKED_LANES, lanes - k); ++lane)
+        store(panel + (k + lane) * COLUMNS + column, x[lane]);
+    }
+  }
+}
+
+// With few rows, packing b would take longer than multiplying: sums of COLUMNS columns from `column` on.
+SIMD static void few_rows(const Rows& rows, int64_t M, const int8_t* b, int64_t K, int64_t columns, int32_t* sums) {
+  for (int64_t n = 0; n < columns; ++n) {
+    Ints sum[FEW_ROWS] = {};
+    for (int64_t k = 0; k < K; k += WIDE) {
+      int8_t padded[WIDE] = {};
+      const int8_t* from = b + n * K + k;
+      if (K - k < WIDE) from = (const int8_t*)std::memcpy(padded, from, K - k);
+      const Ints y = wide_lanes(from);
+      for (int64_t m = 0; m < M; ++m) sum[m] = multiplied(sum[m], load<Ints>(rows.at(m) + k), y);
+    }
+    for (int64_t m = 0; m < M; ++m) sums[m * COLUMNS + n] = added_up(sum[m]) + rows.start[m];
+  }
+}
+
+static void multiply_few(const int8_t* a, const int8_t* b, int64_t M, int64_t N, int64_t K, const Epilogue& epilogue,
+                         int threads) {
+  Rows rows(a, M, K, WIDE, OFFSET);
+  for (int64_t m = 0; m < M; m += ROWS) rows.prepare(m);
+#pragma omp parallel for num_threads(threads)
+  for (int64_t column = 0; column < N; column += COLUMNS) {
+    int32_t sums[FEW_ROWS * COLUMNS];
+    const int64_t columns = std::min<int64_t>(COLUMNS, N - column);
+    few_rows(rows, M, b + column * K, K, columns, sums);
+    finish(sums, epilogue, N, 0, M, column, columns);
+  }
+}
+
+// Rows [first, first + M) of the result, of which `a` is the first.
+static void multiply(const int8_t* a, const int8_t* b, int64_t first, int64_t M, int64_t N, int64_t K,
+                     const Epilogue& epilogue, int threads) {
+  Rows rows(a, M, K, ALIGNED, PACKED_OFFSET);
+  const int64_t panels = (N + COLUMNS - 1) / COLUMNS, blocks = (M + BLOCK - 1) / BLOCK;
+  const int64_t lanes = rows.stride / GROUP, panel_size = lanes * COLUMNS, inner = INNER / GROUP;
+  const int64_t together = std::clamp<int64_t>(PACKED_BYTES / (panel_size * 4), 1, panels);
+  const std::unique_ptr<int32_t[]> packed(new int32_t[together * panel_size]);
+#pragma omp parallel num_threads(threads)
+  {
+    const Unit unit;
+    int32_t sums[BLOCK * COLUMNS];
+#pragma omp for
+    for (int64_t m = 0; m < M; m += ROWS) rows.prepare(m);
+    for (int64_t from = 0; from < panels; from += together) {
+      const int64_t count = std::min(together, panels - from);
+#pragma omp for
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t column = (from + i) * COLUMNS;
+        pack(b + column * K, K, N - column, lanes, packed.get() + i * panel_size);
+      }
+#pragma omp for schedule(dynamic)
+      for (int64_t task = 0; task < blocks * count; ++task) {
+        const int64_t row = task / count * BLOCK, height = std::min(BLOCK, M - row);
+        const int64_t column = (from + task % count) * COLUMNS;
+        const int32_t* const panel = packed.get() + task % count * panel_size;
+        for (int64_t k = 0; k < lanes; k += inner)
+          for (int64_t r = 0; r < height; r += ROWS)
+            tile(rows.at(row + r) + k * GROUP, rows.stride, panel + k * COLUMNS, std::min(inner, lanes - k),
+                 sums + r * COLUMNS, height - r, k ? nullptr : rows.start.get() + row + r);
+        finish(sums, epilogue, N, first + row, height, column, std::min<int64_t>(COLUMNS, N - column));
+      }
+    }
+  }
+}
+
+static bool positive(const Numbers& x, bool or_negative) {
+  for (int64_t i = 0; i < x.period; ++i)
+    if (or_negative ? x.at[i] == 0 : x.at[i] <= 0) return false;
+  return true;
+}
+
+// a (M, K) and b (N, K), contiguous. Returns 1, and computes nothing, if a scale is not positive.
+extern "C" int int8_linear(const int8_t* a, const int8_t* b, int64_t M, int64_t N, int64_t K, const Epilogue* epilogue,
+                           int threads) {
+  const Epilogue& x = *epilogue;
+  if (!positive(x.b_scale, false) || !positive(x.out_scale_rows, false) || !positive(x.out_scale_columns, true)) return 1;
+  if (M <= FEW_ROWS) {
+    multiply_few(a, b, M, N, K, x, threads);
+    return 0;
+  }
+  const int64_t together = Rows::fits(K, ALIGNED) ? M : COPIED_ROWS;
+  for (int64_t first = 0; first < M; first += together)
+    multiply(a + first * K, b, first, std::min(together, M - first), N, K, x, threads);
+  return 0;
+}
+
+#if QFRAMEWORK_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// Whether the processor, and the operating system, have the instructions.
+extern "C" int available() {
+#if QFRAMEWORK_AMX
+  constexpr int REQUEST = 0x1023, TILES = 18;  // arch_prctl: permission to use the registers of tiles
+  return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+#else
+  return 1;
+#endif
+}
