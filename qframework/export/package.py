@@ -19,6 +19,7 @@ from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.export.capture import call_of, check_model, exported, own_graph
 from qframework.export.plain_outputs import make_outputs_plain
 from qframework.files import open_regular
+from qframework.kernels.linear.int8_linear import PACKAGED
 from qframework.kernels.packaged import name_dtypes
 from qframework.outputs import check_output_file
 
@@ -80,7 +81,7 @@ def write_package(
     with torch.no_grad():
         run_passes(lowering)
         program = exported(gm, args, kwargs, dynamic_shapes, "to_package")
-        program = program.run_decompositions(own_decompositions())
+        program = program.run_decompositions({**own_decompositions(), **PACKAGED})
         name_dtypes(program.graph_module)
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=f".{Path(path).name}.") as folder:
             partial = str(Path(folder) / Path(path).name)

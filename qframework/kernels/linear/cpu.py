@@ -2,7 +2,7 @@
 
 ``amx``, ``vnni``: C++ of the package (native.py), product and epilogue in one pass.
 ``int_mm``: ``torch._int_mm``, oneDNN's INT8 product, for other processors with INT8 instructions, or without a compiler.
-``multiply_add``: C++ of the package with 16-bit multiply-add, for x86 processors without them, where oneDNN's product
+``multiply_add``: as ``vnni``, by 16-bit multiply-add for x86 processors without INT8 instructions, where oneDNN's product
 saturates at INT16 or takes 24 times as long. With AVX2, a ViT-B's linears are 1.4 to 1.6 times as fast as in float32.
 ``float32``: the float product of the same integers, for all others. Sums over 1024 columns are exact in float32 and
 are then added as INT32. Each call converts the weight: a cached float copy would take four times its memory.
@@ -43,7 +43,7 @@ class CpuChoice(NamedTuple):
 
 
 def cpu_implementation() -> str:
-    """The one that computes ``int8_linear`` here: ``"amx"``, ``"vnni"``, ``"int_mm"``, ``"multiply_add"``, ``"float32"``."""
+    """``"amx"``, ``"vnni"``, ``"int_mm"``, ``"multiply_add"`` or ``"float32"``: what computes ``int8_linear`` here."""
     return cpu_choice().name
 
 
@@ -169,10 +169,16 @@ _FEWEST_RESULTS = 1 << 16
 def decompose_int8_linear(*args: Any, **kwargs: Any) -> Any:
     """``int8_linear`` as the operator ``int8_product`` and torch; whole on other devices, and where C++ is faster."""
     x = Int8LinearArguments(*args, **kwargs)
-    if x.a.device.type != "cpu":
-        return NotImplemented
     small = all(isinstance(size, int) for size in x.shape) and x.shape.numel() < _FEWEST_RESULTS
-    if not small and cpu_implementation() in NATIVE:
+    if x.a.device.type == "cpu" and not small and cpu_implementation() in NATIVE:
+        return NotImplemented
+    return decompose_int8_linear_anywhere(*args, **kwargs)
+
+
+def decompose_int8_linear_anywhere(*args: Any, **kwargs: Any) -> Any:
+    """``decompose_int8_linear`` for code that also runs on a machine without a C++ compiler."""
+    x = Int8LinearArguments(*args, **kwargs)
+    if x.a.device.type != "cpu":
         return NotImplemented
     acc = torch.ops.qframework.int8_product(x.a.reshape(-1, x.a.shape[-1]), x.b)
     return epilogue_ref(acc.reshape(x.shape).float(), x)

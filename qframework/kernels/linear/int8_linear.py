@@ -12,7 +12,7 @@ requantize queries, keys and values with different scales.
 ``a`` has no zero point: that of an input ``(a_int8 - z) * a_scale`` becomes part of the bias, see zero_point_bias.py.
 
 Layout: ``a (..., K)`` row-major, ``b (N, K)`` row-major (K-major for both tensor-core operands), ``out (..., N)``.
-Reference: ``int8_linear_ref``. CPU: ``torch._int_mm`` or a float product, see cpu.py. GPU: triton.py, hopper.py
+Reference: ``int8_linear_ref``. CPU: C++, ``torch._int_mm`` or a float product, see cpu.py. GPU: triton.py, hopper.py
 and, for up to 64 rows, few_rows.py, with tiles from tiles.py.
 """
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.linear.arguments import Activation, Int8LinearArguments
-from qframework.kernels.linear.cpu import decompose_int8_linear, int8_linear_cpu
+from qframework.kernels.linear.cpu import decompose_int8_linear, decompose_int8_linear_anywhere, int8_linear_cpu
 from qframework.kernels.linear.launch import int8_linear_triton, warm_up_int8_linear
 from qframework.kernels.runtime.operator import declare, refuse_backward, refuse_transforms
 
@@ -88,3 +88,4 @@ def int8_linear(
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: decompose_int8_linear}
+PACKAGED: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: decompose_int8_linear_anywhere}

@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor.utils import run_and_get_code
 from oracle import assert_float_close, assert_int8_close, linear, numpy64
 from test_int8_linear import make_case
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 from qframework.errors import QFrameworkError
 from qframework.kernels import int8_linear

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
+from oracle import assert_float_close, assert_int8_close, linear, numpy64
 from torch.nn import functional as F
 
-from oracle import assert_float_close, assert_int8_close, linear, numpy64
 from qframework.errors import QFrameworkError
 from qframework.kernels.linear import cpu, native
 from qframework.kernels.linear.arguments import ACTIVATIONS, Int8LinearArguments
@@ -148,7 +148,8 @@ def test_nothing_beside_the_result_is_written(instructions, monkeypatch):
     """Tiles at the edges of the result, between guards."""
     for m, n in ((5, 3), (9, 17), (33, 33)):
         memory = torch.full((m * n + 128,), -1.0)
-        monkeypatch.setattr(torch, "empty", lambda *_, at=memory[64:-64].view(m, n), **__: at)
+        result = memory[64:-64].view(m, n)
+        monkeypatch.setattr(torch, "empty", lambda *_, result=result, **__: result)
         a, b = torch.ones(m, 40, dtype=torch.int8), torch.ones(n, 40, dtype=torch.int8)
         int8_linear(a, torch.ones(1), b, torch.ones(1))
         assert memory[64:-64].unique().tolist() == [40]

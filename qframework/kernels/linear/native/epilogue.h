@@ -7,7 +7,6 @@ enum Dtype : int32_t { FLOAT32, FLOAT16, BFLOAT16, INT8, INT32 };  // INT32: the
 struct Numbers {
   const float* at;
   int64_t period;
-  float operator[](int64_t i) const { return period == 1 ? *at : at[i % period]; }
 };
 
 struct Epilogue {
@@ -22,11 +21,12 @@ struct Epilogue {
 };
 
 INLINE Floats repeated(float x) { return x - Floats{}; }
-INLINE Floats smaller(Floats x, Floats y) { return x < y ? x : y; }
-INLINE Floats larger(Floats x, Floats y) { return x > y ? x : y; }
 
 #if QFRAMEWORK_BITS == 512
 using HalfWords = __m256i;
+INLINE Floats fused(Floats x, Floats y, Floats z) { return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
+INLINE Floats smaller(Floats x, Floats y) { return (Floats)_mm512_min_ps((__m512)x, (__m512)y); }
+INLINE Floats larger(Floats x, Floats y) { return (Floats)_mm512_max_ps((__m512)x, (__m512)y); }
 INLINE Floats from_float16(HalfWords x) { return (Floats)_mm512_cvtph_ps(x); }
 INLINE HalfWords to_float16(Floats x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
 INLINE HalfWords low_halves(Ints x) { return _mm512_cvtepi32_epi16((__m512i)x); }
@@ -39,6 +39,9 @@ INLINE Floats looked_up(const float* table, Ints i) {
 INLINE Floats reciprocal_estimate(Floats x) { return (Floats)_mm512_rcp14_ps((__m512)x); }
 #else
 using HalfWords = __m128i;
+INLINE Floats fused(Floats x, Floats y, Floats z) { return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
+INLINE Floats smaller(Floats x, Floats y) { return (Floats)_mm256_min_ps((__m256)x, (__m256)y); }
+INLINE Floats larger(Floats x, Floats y) { return (Floats)_mm256_max_ps((__m256)x, (__m256)y); }
 INLINE Floats from_float16(HalfWords x) { return (Floats)_mm256_cvtph_ps(x); }
 INLINE HalfWords to_float16(Floats x) { return _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
 INLINE HalfWords low_halves(Ints x) {
@@ -55,12 +58,6 @@ INLINE Floats looked_up(const float* table, Ints i) {
   return (Floats)_mm256_permutevar8x32_ps((__m256)load<Floats>(table), (__m256i)i);
 }
 INLINE Floats reciprocal_estimate(Floats x) { return (Floats)_mm256_rcp_ps((__m256)x); }
-#endif
-
-#if QFRAMEWORK_BITS == 512
-INLINE Floats fused(Floats x, Floats y, Floats z) { return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
-#else
-INLINE Floats fused(Floats x, Floats y, Floats z) { return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
 #endif
 
 INLINE Floats converted(Ints x) { return __builtin_convertvector(x, Floats); }
@@ -90,6 +87,8 @@ INLINE Floats exponential(Floats x) {
 constexpr int DEGREE = LANES == 16 ? 4 : 6;
 constexpr float RANGE = 5.6f;
 
+// Of numbers one of which is NaN, `smaller` and `larger` are the second.
+
 // Both forms of GELU, relu(x) - |x| h(|x|); for the erf form h is 1 - Phi, below 1e-8 outside of the range.
 INLINE Floats gelu(Floats x, const float* h) {
   const Floats z = smaller((Floats)((Ints)x & 0x7fffffff), repeated(RANGE * 0.9999999f));
@@ -99,7 +98,7 @@ INLINE Floats gelu(Floats x, const float* h) {
   Floats p = looked_up(h + DEGREE * LANES, interval);
 #pragma GCC unroll 6
   for (int i = DEGREE - 1; i >= 0; --i) p = fused(p, u, looked_up(h + i * LANES, interval));
-  return fused(-z, p, x < 0 ? repeated(0) : x);
+  return fused(-z, p, larger(repeated(0), x));
 }
 
 INLINE Floats silu(Floats x) { return x * reciprocal(1 + exponential(-x)); }
@@ -108,22 +107,8 @@ template <Activation activation>
 INLINE Floats activated(Floats x, const float* table) {
   if (activation == GELU) return gelu(x, table);
   if (activation == SILU) return silu(x);
-  if (activation == RELU) return larger(x, repeated(0));
+  if (activation == RELU) return larger(repeated(0), x);
   return x;
-}
-
-// Sums become activation(sums * a_scale * b_scale + bias), in place.
-template <Activation activation>
-SIMD static void activate(int32_t* sums, const Epilogue& x, const float* scales, const float* bias, int64_t row,
-                          int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const Floats scale = repeated(x.a_scale[row + r]);
-    for (int64_t i = r * COLUMNS; i < (r + 1) * COLUMNS; i += LANES) {
-      const Floats y = converted(load<Ints>(sums + i)) * scale;
-      const int64_t column = i % COLUMNS;
-      store(sums + i, activated<activation>(fused(y, load<Floats>(scales + column), load<Floats>(bias + column)), x.gelu));
-    }
-  }
 }
 
 INLINE Floats loaded(const void* x, int64_t i, Dtype dtype) {
@@ -138,54 +123,79 @@ INLINE HalfWords to_bfloat16(Floats x) {
   return low_halves((x == x ? bits + 0x7fff + odd : bits | 0x400000) >> 16);
 }
 
-INLINE void stored(void* x, int64_t i, Dtype dtype, Floats y) {
-  if (dtype == FLOAT32) store((float*)x + i, y);
-  if (dtype == FLOAT16) store((int16_t*)x + i, to_float16(y));
-  if (dtype == BFLOAT16) store((int16_t*)x + i, to_bfloat16(y));
-}
-
 static inline int64_t size_of(Dtype dtype) { return dtype == INT8 ? 1 : dtype == FLOAT32 || dtype == INT32 ? 4 : 2; }
 
-// Rows [row, row + rows) and columns [column, column + columns) of the result from `sums`, which it overwrites.
-SIMD static void finish(int32_t* sums, const Epilogue& x, int64_t N, int64_t row, int64_t rows, int64_t column,
-                        int64_t columns) {
-  float scales[COLUMNS] = {}, bias[COLUMNS] = {}, quantize[COLUMNS] = {};
-  for (int64_t i = 0; i < columns && x.dtype != INT32; ++i) {
-    scales[i] = x.b_scale[column + i];
-    if (x.bias.at) bias[i] = x.bias[column + i];
-    if (x.dtype == INT8) quantize[i] = 1 / x.out_scale_columns[column + i];
+// The numbers of all rows and columns; those of columns are padded to whole panels.
+struct Scales {
+  std::unique_ptr<float[]> rows, columns, bias, quantize_rows, quantize_columns;
+
+  Scales(const Epilogue& x, int64_t M, int64_t N) {
+    const int64_t padded = round_up(N, COLUMNS);
+    rows = repeated(x.a_scale, M, M);
+    columns = repeated(x.b_scale, N, padded);
+    bias = repeated(x.bias, N, padded);
+    quantize_rows = repeated(x.out_scale_rows, M, M);
+    quantize_columns = repeated(x.out_scale_columns, N, padded);
+    for (int64_t i = 0; i < M; ++i) quantize_rows[i] = 1 / quantize_rows[i];
+    for (int64_t i = 0; i < padded; ++i) quantize_columns[i] = 1 / quantize_columns[i];
   }
-  if (x.dtype != INT32) {
-    if (x.activation == NONE) activate<NONE>(sums, x, scales, bias, row, rows);
-    if (x.activation == GELU) activate<GELU>(sums, x, scales, bias, row, rows);
-    if (x.activation == RELU) activate<RELU>(sums, x, scales, bias, row, rows);
-    if (x.activation == SILU) activate<SILU>(sums, x, scales, bias, row, rows);
+
+ private:
+  static std::unique_ptr<float[]> repeated(const Numbers& x, int64_t count, int64_t padded) {
+    std::unique_ptr<float[]> y(new float[padded]());
+    for (int64_t i = 0, from = 0; x.at && i < count; ++i, from = from + 1 < x.period ? from + 1 : 0) y[i] = x.at[from];
+    return y;
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t at = (row + r) * N + column, bytes = size_of(x.dtype);
-    char* const to = (char*)x.out + at * bytes;
-    int32_t* const from = sums + r * COLUMNS;
-    char line[COLUMNS * 4];
-    char* const written = columns < COLUMNS ? line : to;
-    if (x.residual) {
-      const char* added = (const char*)x.residual + at * size_of(x.residual_dtype);
-      char padded[COLUMNS * 4] = {};
-      if (columns < COLUMNS) added = (const char*)std::memcpy(padded, added, columns * size_of(x.residual_dtype));
-      for (int i = 0; i < COLUMNS; i += LANES)
-        store(from + i, load<Floats>(from + i) + loaded(added, i, x.residual_dtype));
-    }
-    if (x.dtype == INT32) {
-      std::memcpy(written, from, COLUMNS * 4);
-    } else if (x.dtype == INT8) {
-      const Floats row_scale = repeated(1 / x.out_scale_rows[row + r]), zero = repeated(x.zero_point);
-      for (int i = 0; i < COLUMNS; i += LANES) {
-        const Floats y = load<Floats>(from + i) * row_scale * load<Floats>(quantize + i);
-        const Floats inside = smaller(larger(y, repeated(-127) - zero), repeated(127) - zero);
-        store_bytes((int8_t*)written + i, rounded(inside) + rounded(zero));
-      }
+};
+
+// A row of a panel. Results are rounded after each step, as torch does.
+template <Activation activation>
+INLINE void finish_row(const int32_t* sums, const Epilogue& x, const Scales& scales, int64_t row, int64_t column,
+                       const void* residual, void* out) {
+  const Floats scale = repeated(scales.rows[row]), quantize = repeated(scales.quantize_rows[row]);
+  const Floats zero = repeated(x.zero_point);
+  for (int i = 0; i < COLUMNS; i += LANES) {
+    const Floats both = converted(load<Ints>(sums + i)) * scale * load<Floats>(&scales.columns[column + i]);
+    Floats y = activated<activation>(both + load<Floats>(&scales.bias[column + i]), x.gelu);
+    if (residual) y += loaded(residual, i, x.residual_dtype);
+    if (x.dtype == INT8) {
+      y = y * quantize * load<Floats>(&scales.quantize_columns[column + i]);
+      store_bytes((int8_t*)out + i, rounded(smaller(larger(y, -127 - zero), 127 - zero)) + rounded(zero));
+    } else if (x.dtype == FLOAT32) {
+      store((float*)out + i, y);
     } else {
-      for (int i = 0; i < COLUMNS; i += LANES) stored(written, i, x.dtype, load<Floats>(from + i));
+      store((int16_t*)out + i, x.dtype == FLOAT16 ? to_float16(y) : to_bfloat16(y));
     }
-    if (columns < COLUMNS) std::memcpy(to, line, columns * bytes);
+  }
+}
+
+template <Activation activation>
+SIMD static void finish_as(const int32_t* sums, const Epilogue& x, const Scales& scales, int64_t N, int64_t row,
+                           int64_t rows, int64_t column) {
+  const int64_t columns = std::min<int64_t>(COLUMNS, N - column);
+  const int64_t bytes = size_of(x.dtype), residual_bytes = size_of(x.residual_dtype);
+  for (int64_t end = row + rows; row < end; ++row, sums += COLUMNS) {
+    const int64_t at = row * N + column;
+    char* out = (char*)x.out + at * bytes;
+    const char* residual = x.residual ? (const char*)x.residual + at * residual_bytes : nullptr;
+    char written[COLUMNS * 4], read[COLUMNS * 4];
+    if (columns < COLUMNS && residual) residual = (const char*)std::memcpy(read, residual, columns * residual_bytes);
+    void* const to = columns < COLUMNS ? written : out;
+    if (x.dtype == INT32)
+      std::memcpy(to, sums, COLUMNS * 4);
+    else
+      finish_row<activation>(sums, x, scales, row, column, residual, to);
+    if (columns < COLUMNS) std::memcpy(out, written, columns * bytes);
+  }
+}
+
+// Rows [row, row + rows) of the result's panel from `column` on, from `sums`.
+SIMD static void finish(const int32_t* sums, const Epilogue& x, const Scales& scales, int64_t N, int64_t row,
+                        int64_t rows, int64_t column) {
+  switch (x.activation) {
+    case NONE: return finish_as<NONE>(sums, x, scales, N, row, rows, column);
+    case GELU: return finish_as<GELU>(sums, x, scales, N, row, rows, column);
+    case RELU: return finish_as<RELU>(sums, x, scales, N, row, rows, column);
+    case SILU: return finish_as<SILU>(sums, x, scales, N, row, rows, column);
   }
 }

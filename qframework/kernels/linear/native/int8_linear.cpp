@@ -1,9 +1,8 @@
 // int8_linear on x86 processors: the exact INT32 product a @ b.T and its epilogue, block by block, so that no sum is
 // written to memory. Nothing is kept between calls: b is packed by each.
 
-constexpr int64_t BLOCK = 192;  // rows of a block of sums, a multiple of ROWS
-constexpr int64_t COPIED_ROWS = 768;  // rows that are copied at once where they have to be
-constexpr int64_t PACKED_BYTES = 1 << 20;  // of b that are packed at once
+constexpr int64_t COPIED_ROWS = 768;       // rows that are copied at once where they have to be
+constexpr int64_t PACKED_BYTES = 1 << 19;  // of b that are packed at once, and stay in the L2 cache
 constexpr int64_t FEW_ROWS = 6;
 
 // Rows of a as Elements, padded with zeros to `stride` values: in place if they are that already, or in a buffer.
@@ -86,30 +85,31 @@ SIMD static void few_rows(const Rows& rows, int64_t M, const int8_t* b, int64_t 
 }
 
 static void multiply_few(const int8_t* a, const int8_t* b, int64_t M, int64_t N, int64_t K, const Epilogue& epilogue,
-                         int threads) {
+                         const Scales& scales, int threads) {
   Rows rows(a, M, K, WIDE, OFFSET);
   for (int64_t m = 0; m < M; m += ROWS) rows.prepare(m);
 #pragma omp parallel for num_threads(threads)
   for (int64_t column = 0; column < N; column += COLUMNS) {
     int32_t sums[FEW_ROWS * COLUMNS];
-    const int64_t columns = std::min<int64_t>(COLUMNS, N - column);
-    few_rows(rows, M, b + column * K, K, columns, sums);
-    finish(sums, epilogue, N, 0, M, column, columns);
+    few_rows(rows, M, b + column * K, K, std::min<int64_t>(COLUMNS, N - column), sums);
+    finish(sums, epilogue, scales, N, 0, M, column);
   }
 }
 
-// Rows [first, first + M) of the result, of which `a` is the first.
+// Rows [first, first + M) of the result, of which `a` is the first. A few rows of a, in the L1 cache, are multiplied by
+// one packed panel of b after the other, which are read in order.
 static void multiply(const int8_t* a, const int8_t* b, int64_t first, int64_t M, int64_t N, int64_t K,
-                     const Epilogue& epilogue, int threads) {
+                     const Epilogue& epilogue, const Scales& scales, int threads) {
   Rows rows(a, M, K, ALIGNED, PACKED_OFFSET);
-  const int64_t panels = (N + COLUMNS - 1) / COLUMNS, blocks = (M + BLOCK - 1) / BLOCK;
-  const int64_t lanes = rows.stride / GROUP, panel_size = lanes * COLUMNS, inner = INNER / GROUP;
+  const int64_t panels = (N + COLUMNS - 1) / COLUMNS, tiles = (M + ROWS - 1) / ROWS;
+  const int64_t lanes = rows.stride / GROUP, panel_size = lanes * COLUMNS;
   const int64_t together = std::clamp<int64_t>(PACKED_BYTES / (panel_size * 4), 1, panels);
+  const int64_t parts = std::clamp<int64_t>(4 * threads / tiles, 1, together);  // of these, so that no thread waits long
   const std::unique_ptr<int32_t[]> packed(new int32_t[together * panel_size]);
 #pragma omp parallel num_threads(threads)
   {
     const Unit unit;
-    int32_t sums[BLOCK * COLUMNS];
+    int32_t sums[ROWS * COLUMNS];
 #pragma omp for
     for (int64_t m = 0; m < M; m += ROWS) rows.prepare(m);
     for (int64_t from = 0; from < panels; from += together) {
@@ -120,15 +120,13 @@ static void multiply(const int8_t* a, const int8_t* b, int64_t first, int64_t M,
         pack(b + column * K, K, N - column, lanes, packed.get() + i * panel_size);
       }
 #pragma omp for schedule(dynamic)
-      for (int64_t task = 0; task < blocks * count; ++task) {
-        const int64_t row = task / count * BLOCK, height = std::min(BLOCK, M - row);
-        const int64_t column = (from + task % count) * COLUMNS;
-        const int32_t* const panel = packed.get() + task % count * panel_size;
-        for (int64_t k = 0; k < lanes; k += inner)
-          for (int64_t r = 0; r < height; r += ROWS)
-            tile(rows.at(row + r) + k * GROUP, rows.stride, panel + k * COLUMNS, std::min(inner, lanes - k),
-                 sums + r * COLUMNS, height - r, k ? nullptr : rows.start.get() + row + r);
-        finish(sums, epilogue, N, first + row, height, column, std::min<int64_t>(COLUMNS, N - column));
+      for (int64_t task = 0; task < tiles * parts; ++task) {
+        const int64_t row = task / parts * ROWS, height = std::min<int64_t>(ROWS, M - row), part = task % parts;
+        for (int64_t i = count * part / parts; i < count * (part + 1) / parts; ++i) {
+          const int64_t column = (from + i) * COLUMNS;
+          tile(rows.at(row), rows.stride, packed.get() + i * panel_size, lanes, sums, height, rows.start.get() + row);
+          finish(sums, epilogue, scales, N, first + row, height, column);
+        }
       }
     }
   }
@@ -145,13 +143,14 @@ extern "C" int int8_linear(const int8_t* a, const int8_t* b, int64_t M, int64_t 
                            int threads) {
   const Epilogue& x = *epilogue;
   if (!positive(x.b_scale, false) || !positive(x.out_scale_rows, false) || !positive(x.out_scale_columns, true)) return 1;
+  const Scales scales(x, M, N);
   if (M <= FEW_ROWS) {
-    multiply_few(a, b, M, N, K, x, threads);
+    multiply_few(a, b, M, N, K, x, scales, threads);
     return 0;
   }
   const int64_t together = Rows::fits(K, ALIGNED) ? M : COPIED_ROWS;
   for (int64_t first = 0; first < M; first += together)
-    multiply(a + first * K, b, first, std::min(together, M - first), N, K, x, threads);
+    multiply(a + first * K, b, first, std::min(together, M - first), N, K, x, scales, threads);
   return 0;
 }
 

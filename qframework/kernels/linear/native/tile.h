@@ -2,14 +2,13 @@
 //
 //     tile(a, stride, b, lanes, sums, rows, starts)
 //
-// a: rows of Elements, `stride` apart. b: panel [lane][COLUMNS]. sums: [ROWS][COLUMNS], which start at starts[row], or,
-// if that is null, at what they are. Only `rows` of them are needed.
+// a: rows of Elements, `stride` apart. b: panel [lane][COLUMNS]. sums: [ROWS][COLUMNS], which start at starts[row]. Only
+// `rows` of them are needed.
 
 #if QFRAMEWORK_AMX
 
 constexpr int ROWS = 32, COLUMNS = 32;
-constexpr int64_t ALIGNED = 64;   // values that a tile takes
-constexpr int64_t INNER = 1024;
+constexpr int64_t ALIGNED = 64;  // values that a tile takes
 
 // Tiles of 16 rows of 64 bytes, for one thread.
 struct Unit {
@@ -25,20 +24,13 @@ struct Unit {
 };
 
 SIMD static void tile(const Element* a, int64_t stride, const int32_t* b, int64_t lanes, int32_t* sums, int64_t rows,
-                      const int32_t* starts) {
+                      const int32_t*) {
   constexpr int64_t LINE = COLUMNS * 4, LOWER = 16 * COLUMNS;
   const bool both = rows > 16;
-  if (starts) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, LINE);
-    _tile_loadd(1, sums + 16, LINE);
-    _tile_loadd(2, sums + LOWER, LINE);
-    _tile_loadd(3, sums + LOWER + 16, LINE);
-  }
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int64_t k = 0; k < lanes; k += 16) {
     _tile_loadd(6, b + k * COLUMNS, LINE);
     _tile_loadd(7, b + k * COLUMNS + 16, LINE);
@@ -62,7 +54,6 @@ SIMD static void tile(const Element* a, int64_t stride, const int32_t* b, int64_
 // As many sums as registers hold beside two vectors of b and one value of a; AVX2 needs two more for products.
 constexpr int ROWS = QFRAMEWORK_GROUP == 4 ? 12 : QFRAMEWORK_BITS == 512 ? 8 : 4, COLUMNS = 2 * LANES;
 constexpr int64_t ALIGNED = GROUP;
-constexpr int64_t INNER = 1024 / (4 / GROUP);  // so that a panel of b fits the L1 cache
 
 struct Unit {};
 
@@ -70,7 +61,7 @@ SIMD static void tile(const Element* a, int64_t stride, const int32_t* b, int64_
                       const int32_t* starts) {
   Ints sum[ROWS][2];
   for (int r = 0; r < ROWS; ++r)
-    for (int i = 0; i < 2; ++i) sum[r][i] = starts ? starts[r] - Ints{} : load<Ints>(sums + r * COLUMNS + i * LANES);
+    for (int i = 0; i < 2; ++i) sum[r][i] = starts[r] - Ints{};
   for (int64_t k = 0; k < lanes; ++k) {
     const Ints left = load<Ints>(b + k * COLUMNS), right = load<Ints>(b + k * COLUMNS + LANES);
 #pragma GCC unroll 12
