@@ -1,15 +1,15 @@
 """int8_linear on the CPU: the first implementation that is exact and fast on this machine.
 
 ``amx``, ``vnni``: C++ of the package (native.py), product and epilogue in one pass.
-``int_mm``: ``torch._int_mm``, oneDNN's INT8 product, for other processors with INT8 instructions, or without a compiler.
-``multiply_add``: as ``vnni``, by 16-bit multiply-add for x86 processors without INT8 instructions, where oneDNN's product
-saturates at INT16 or takes 24 times as long. With AVX2, a ViT-B's linears are 1.4 to 1.6 times as fast as in float32.
+``int_mm``: ``torch._int_mm``, oneDNN's product, for other processors with INT8 instructions, or without a compiler.
+``multiply_add``: as ``vnni``, by 16-bit multiply-add for x86 processors without INT8 instructions. oneDNN's product
+saturates at INT16 there or takes 24 times as long. With AVX2, ViT-B's linears are 1.4 to 1.6 times as fast as floats.
 ``float32``: the float product of the same integers, for all others. Sums over 1024 columns are exact in float32 and
 are then added as INT32. Each call converts the weight: a cached float copy would take four times its memory.
 
 In a compiled model the operator stays a call where it is C++ and large. Else it is decomposed:
-``qframework::int8_product`` is a call, and Inductor fuses the epilogue. No converted or packed weight is cached, so none
-can be stale: packing one takes a small part of the product with hundreds of rows.
+``qframework::int8_product`` is a call, and Inductor fuses the epilogue. No converted or packed weight is cached, so
+none can be stale: packing one takes a small part of the product with hundreds of rows.
 """
 
 from __future__ import annotations

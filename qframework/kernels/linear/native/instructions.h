@@ -1,4 +1,4 @@
-// What differs between instruction sets: how values fill a lane of 32 bits, and how two vectors of lanes are multiplied.
+// What differs between instruction sets: how values fill a lane of 32 bits, and how two vectors are multiplied.
 //
 // QFRAMEWORK_GROUP is the number of values in a lane. With 2, pmaddwd multiplies pairs of INT16 and adds both products,
 // twice as many as a float multiply-add of the same width: for processors without INT8 instructions. With 4, VNNI

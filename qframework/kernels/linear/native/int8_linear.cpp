@@ -104,7 +104,7 @@ static void multiply(const int8_t* a, const int8_t* b, int64_t first, int64_t M,
   const int64_t panels = (N + COLUMNS - 1) / COLUMNS, tiles = (M + ROWS - 1) / ROWS;
   const int64_t lanes = rows.stride / GROUP, panel_size = lanes * COLUMNS;
   const int64_t together = std::clamp<int64_t>(PACKED_BYTES / (panel_size * 4), 1, panels);
-  const int64_t parts = std::clamp<int64_t>(4 * threads / tiles, 1, together);  // of these, so that no thread waits long
+  const int64_t parts = std::clamp<int64_t>(4 * threads / tiles, 1, together);  // so that no thread waits long
   const std::unique_ptr<int32_t[]> packed(new int32_t[together * panel_size]);
 #pragma omp parallel num_threads(threads)
   {
@@ -142,7 +142,8 @@ static bool positive(const Numbers& x, bool or_negative) {
 extern "C" int int8_linear(const int8_t* a, const int8_t* b, int64_t M, int64_t N, int64_t K, const Epilogue* epilogue,
                            int threads) {
   const Epilogue& x = *epilogue;
-  if (!positive(x.b_scale, false) || !positive(x.out_scale_rows, false) || !positive(x.out_scale_columns, true)) return 1;
+  if (!positive(x.b_scale, false) || !positive(x.out_scale_rows, false) || !positive(x.out_scale_columns, true))
+    return 1;
   const Scales scales(x, M, N);
   if (M <= FEW_ROWS) {
     multiply_few(a, b, M, N, K, x, scales, threads);

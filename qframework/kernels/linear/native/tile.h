@@ -2,8 +2,8 @@
 //
 //     tile(a, stride, b, lanes, sums, rows, starts)
 //
-// a: rows of Elements, `stride` apart. b: panel [lane][COLUMNS]. sums: [ROWS][COLUMNS], which start at starts[row]. Only
-// `rows` of them are needed.
+// a: rows of Elements, `stride` apart. b: panel [lane][COLUMNS]. sums: [ROWS][COLUMNS], which start at starts[row].
+// Only `rows` of them are needed.
 
 #if QFRAMEWORK_AMX
 
