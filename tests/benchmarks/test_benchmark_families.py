@@ -85,6 +85,7 @@ def test_smoke_run_of_an_encoder(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_smoke_run_of_every_kind(tmp_path):
     output = tmp_path / "out.json"
     arguments = ["--smoke", "--providers", "qframework_dynamic_frozen", "--limit", "580", "--output", str(output)]

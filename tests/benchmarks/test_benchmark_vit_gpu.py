@@ -56,6 +56,7 @@ def test_every_provider_on_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_every_provider_in_a_smoke_run(tmp_path):
     output = tmp_path / "out.json"
     assert vit_gpu.main(["--smoke", "--batches", "2", "--limit", "500", "--output", str(output)]) == 0

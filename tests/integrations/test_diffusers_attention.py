@@ -126,10 +126,12 @@ def test_diffusers_takes_no_backend_but_its_own() -> None:
         AttentionBackendName("Extended", names="QFRAMEWORK")  # type: ignore[call-arg]
 
 
+_OTHERS = ("Flux", "SD3", "HunyuanVideo", "CogVideoX", "QwenImage", "UNet")
+
+
 @pytest.mark.slow
-@pytest.mark.sample(0.125)
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("name", ["LTX", "Flux", "SD3", "PixArt", "HunyuanVideo", "CogVideoX", "QwenImage", "UNet"])
+@pytest.mark.parametrize("name", ["LTX", "PixArt", *(pytest.param(name, marks=pytest.mark.full) for name in _OTHERS)])
 def test_a_compiled_model(name: str, tmp_path: Path) -> None:
     """In one graph, with quantized layers and attention.
 
