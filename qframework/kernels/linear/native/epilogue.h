@@ -189,13 +189,20 @@ SIMD static void finish_as(const int32_t* sums, const Epilogue& x, const Scales&
   }
 }
 
-// Rows [row, row + rows) of the result's panel from `column` on, from `sums`.
-SIMD static void finish(const int32_t* sums, const Epilogue& x, const Scales& scales, int64_t N, int64_t row,
-                        int64_t rows, int64_t column) {
-  switch (x.activation) {
-    case NONE: return finish_as<NONE>(sums, x, scales, N, row, rows, column);
-    case GELU: return finish_as<GELU>(sums, x, scales, N, row, rows, column);
-    case RELU: return finish_as<RELU>(sums, x, scales, N, row, rows, column);
-    case SILU: return finish_as<SILU>(sums, x, scales, N, row, rows, column);
+// Sums of a panel of the result, of which no more than rows [row, end) are left to be finished.
+struct Unfinished {
+  const int32_t* sums;
+  int64_t row, end, column;
+
+  SIMD void finish(int64_t rows, const Epilogue& x, const Scales& scales, int64_t N) {
+    rows = std::min(rows, end - row);
+    switch (x.activation) {
+      case NONE: finish_as<NONE>(sums, x, scales, N, row, rows, column); break;
+      case GELU: finish_as<GELU>(sums, x, scales, N, row, rows, column); break;
+      case RELU: finish_as<RELU>(sums, x, scales, N, row, rows, column); break;
+      case SILU: finish_as<SILU>(sums, x, scales, N, row, rows, column); break;
+    }
+    row += rows;
+    sums += rows * COLUMNS;
   }
-}
+};

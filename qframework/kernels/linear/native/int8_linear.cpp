@@ -92,7 +92,7 @@ static void multiply_few(const int8_t* a, const int8_t* b, int64_t M, int64_t N,
   for (int64_t column = 0; column < N; column += COLUMNS) {
     int32_t sums[FEW_ROWS * COLUMNS];
     few_rows(rows, M, b + column * K, K, std::min<int64_t>(COLUMNS, N - column), sums);
-    finish(sums, epilogue, scales, N, 0, M, column);
+    Unfinished{sums, 0, M, column}.finish(M, epilogue, scales, N);
   }
 }
 
@@ -105,11 +105,12 @@ static void multiply(const int8_t* a, const int8_t* b, int64_t first, int64_t M,
   const int64_t lanes = rows.stride / GROUP, panel_size = lanes * COLUMNS;
   const int64_t together = std::clamp<int64_t>(PACKED_BYTES / (panel_size * 4), 1, panels);
   const int64_t parts = std::clamp<int64_t>(4 * threads / tiles, 1, together);  // so that no thread waits long
+  const int64_t some = (ROWS * 16 + lanes - 1) / lanes;  // rows to finish in each step of a tile
   const std::unique_ptr<int32_t[]> packed(new int32_t[together * panel_size]);
 #pragma omp parallel num_threads(threads)
   {
     const Unit unit;
-    int32_t sums[ROWS * COLUMNS];
+    int32_t sums[2][ROWS * COLUMNS];
 #pragma omp for
     for (int64_t m = 0; m < M; m += ROWS) rows.prepare(m);
     for (int64_t from = 0; from < panels; from += together) {
@@ -122,11 +123,15 @@ static void multiply(const int8_t* a, const int8_t* b, int64_t first, int64_t M,
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < tiles * parts; ++task) {
         const int64_t row = task / parts * ROWS, height = std::min<int64_t>(ROWS, M - row), part = task % parts;
+        Unfinished last = {};
+        const auto finish_some = [&] { last.finish(some, epilogue, scales, N); };
         for (int64_t i = count * part / parts; i < count * (part + 1) / parts; ++i) {
-          const int64_t column = (from + i) * COLUMNS;
-          tile(rows.at(row), rows.stride, packed.get() + i * panel_size, lanes, sums, height, rows.start.get() + row);
-          finish(sums, epilogue, scales, N, first + row, height, column);
+          tile(rows.at(row), rows.stride, packed.get() + i * panel_size, lanes, sums[i % 2], height,
+               rows.start.get() + row, finish_some);
+          last.finish(ROWS, epilogue, scales, N);
+          last = {sums[i % 2], first + row, first + row + height, (from + i) * COLUMNS};
         }
+        last.finish(ROWS, epilogue, scales, N);
       }
     }
   }

@@ -1,9 +1,9 @@
 // One tile of the product: ROWS rows of a times a panel of COLUMNS columns of b.
 //
-//     tile(a, stride, b, lanes, sums, rows, starts)
+//     tile(a, stride, b, lanes, sums, rows, starts, meanwhile)
 //
 // a: rows of Elements, `stride` apart. b: panel [lane][COLUMNS]. sums: [ROWS][COLUMNS], which start at starts[row].
-// Only `rows` of them are needed.
+// Only `rows` of them are needed. meanwhile(): work for the vector unit that may be done while AMX multiplies.
 
 #if QFRAMEWORK_AMX
 
@@ -23,8 +23,9 @@ struct Unit {
   SIMD ~Unit() { _tile_release(); }
 };
 
+template <typename Work>
 SIMD static void tile(const Element* a, int64_t stride, const int32_t* b, int64_t lanes, int32_t* sums, int64_t rows,
-                      const int32_t*) {
+                      const int32_t*, Work meanwhile) {
   constexpr int64_t LINE = COLUMNS * 4, LOWER = 16 * COLUMNS;
   const bool both = rows > 16;
   _tile_zero(0);
@@ -42,6 +43,7 @@ SIMD static void tile(const Element* a, int64_t stride, const int32_t* b, int64_
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
     }
+    meanwhile();
   }
   _tile_stored(0, sums, LINE);
   _tile_stored(1, sums + 16, LINE);
@@ -57,8 +59,9 @@ constexpr int64_t ALIGNED = GROUP;
 
 struct Unit {};
 
+template <typename Work>
 SIMD static void tile(const Element* a, int64_t stride, const int32_t* b, int64_t lanes, int32_t* sums, int64_t,
-                      const int32_t* starts) {
+                      const int32_t* starts, Work) {
   Ints sum[ROWS][2];
   for (int r = 0; r < ROWS; ++r)
     for (int i = 0; i < 2; ++i) sum[r][i] = starts[r] - Ints{};
