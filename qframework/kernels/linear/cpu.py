@@ -1,7 +1,8 @@
 """int8_linear on the CPU: the first implementation that is exact and fast on this machine.
 
 ``amx``, ``vnni``: C++ of the package (native.py), product and epilogue in one pass.
-``int_mm``: ``torch._int_mm``, oneDNN's product, for other processors with INT8 instructions, or without a compiler.
+``int_mm``: ``torch._int_mm``, oneDNN's product, for few rows, without a compiler, and on other processors with INT8
+instructions.
 ``multiply_add``: as ``vnni``, by 16-bit multiply-add for x86 processors without INT8 instructions. oneDNN's product
 saturates at INT16 there or takes 24 times as long. With AVX2, ViT-B's linears are 1.4 to 1.6 times as fast as floats.
 ``float32``: the float product of the same integers, for all others. Sums over 1024 columns are exact in float32 and
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +69,26 @@ def _choose() -> CpuChoice:
         logger.info("qframework: the CPU's INT8 product %s is not used: %s", name, reason)
         rejected[name] = reason
     return CpuChoice("float32", rejected)
+
+
+# oneDNN's product need not pack b, which pays with fewer rows: with AMX and with VNNI, ours takes as long with 64 to 96
+# rows of 768 to 4,096 channels, epilogue included, and twice as long with 16.
+_FEWEST_ROWS = 64
+_LARGE_WEIGHT = 1 << 22
+
+
+def implementation_for(rows: int) -> str:
+    """``cpu_implementation`` for a number of rows of ``a``."""
+    return cpu_implementation() if rows >= _FEWEST_ROWS else _implementation_for_few_rows()
+
+
+@functools.cache
+def _implementation_for_few_rows() -> str:
+    chosen = cpu_implementation()
+    if chosen not in ("amx", "vnni"):
+        return chosen
+    with ThreadPoolExecutor(1) as clean:
+        return "int_mm" if clean.submit(_reason_against, _int_mm).result() is None else chosen
 
 
 def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:
@@ -134,13 +156,16 @@ INT8_PRODUCT = declare(
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """The exact product, int32, or float32 where that holds every sum."""
-    return _PRODUCTS.get(cpu_implementation(), _float_product)(a, b)
+    return _PRODUCTS.get(implementation_for(a.shape[0]), _float_product)(a, b)
 
 
 def int8_linear_cpu(x: Int8LinearArguments) -> Tensor:
     """``int8_linear`` on the CPU; raises QFrameworkError for scales that are not positive."""
-    if cpu_implementation() in NATIVE and 0 not in (x.a.numel(), x.b.numel()):
-        return native_linear(x, cpu_implementation())
+    implementation = cpu_implementation()
+    if x.b.numel() >= _LARGE_WEIGHT:  # else ten operators of an epilogue in torch take longer than packing
+        implementation = implementation_for(math.prod(x.shape[:-1]))
+    if implementation in NATIVE and 0 not in (x.a.numel(), x.b.numel()):
+        return native_linear(x, implementation)
     x.check_scales()
     check_positive_scale("int8_linear", "b_scale", x.b_scale)
     if x.out_scale is not None:
@@ -169,10 +194,15 @@ _FEWEST_RESULTS = 1 << 16
 def decompose_int8_linear(*args: Any, **kwargs: Any) -> Any:
     """``int8_linear`` as the operator ``int8_product`` and torch; whole on other devices, and where C++ is faster."""
     x = Int8LinearArguments(*args, **kwargs)
-    small = all(isinstance(size, int) for size in x.shape) and x.shape.numel() < _FEWEST_RESULTS
-    if x.a.device.type == "cpu" and not small and cpu_implementation() in NATIVE:
+    if x.a.device.type == "cpu" and _stays_whole(x.shape):
         return NotImplemented
     return decompose_int8_linear_anywhere(*args, **kwargs)
+
+
+def _stays_whole(shape: torch.Size) -> bool:
+    if not all(isinstance(size, int) for size in shape):  # unknown sizes count as large
+        return cpu_implementation() in NATIVE
+    return shape.numel() >= _FEWEST_RESULTS and implementation_for(math.prod(shape[:-1])) in NATIVE
 
 
 def decompose_int8_linear_anywhere(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,12 @@ def forced(request, monkeypatch):
     rejected = (int8_linear_cpu._reason_against(product) if product is not None else None) or ""
     if "exact" in rejected or "available" in rejected:
         pytest.skip(f"{request.param}: {rejected}")
-    monkeypatch.setattr(int8_linear_cpu, "cpu_implementation", lambda: request.param)
+    force(monkeypatch, request.param)
+
+
+def force(monkeypatch, implementation):
+    for name in ("cpu_implementation", "_implementation_for_few_rows"):
+        monkeypatch.setattr(int8_linear_cpu, name, lambda: implementation)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -188,7 +193,7 @@ def test_large_layers_in_cpp_stay_whole_when_compiled(monkeypatch, implementatio
     rejected = (int8_linear_cpu._reason_against(product) if product is not None else None) or ""
     if "exact" in rejected or "available" in rejected:
         pytest.skip(f"{implementation}: {rejected}")
-    monkeypatch.setattr(int8_linear_cpu, "cpu_implementation", lambda: implementation)
+    force(monkeypatch, implementation)
 
     def run(a):
         return int8_linear(a, a_scale, b, b_scale, bias, "gelu")
@@ -198,3 +203,20 @@ def test_large_layers_in_cpp_stay_whole_when_compiled(monkeypatch, implementatio
     assert ("qframework.int8_linear.default(" in code) is whole_layer
     assert ("qframework.int8_product.default(" in code) is not whole_layer
     assert_float_close(y, *linear(a, a_scale, b, b_scale, bias, "gelu"))
+
+
+def test_few_rows_are_left_to_onednn_where_it_is_exact(monkeypatch):
+    """C++ packs the weight, which takes longer than the product of few rows."""
+    few = int8_linear_cpu._implementation_for_few_rows.__wrapped__
+    used = []
+    monkeypatch.setattr(int8_linear_cpu, "_relative_time", lambda *_: 0.2)
+    for chosen, exact, expected in (
+        ("vnni", True, "int_mm"), ("amx", True, "int_mm"), ("amx", False, "amx"), ("multiply_add", True, "multiply_add")
+    ):  # fmt: skip
+        product = int8_linear_cpu._float_product if exact else saturating
+        monkeypatch.setattr(int8_linear_cpu, "_int_mm", product)
+        monkeypatch.setattr(int8_linear_cpu, "cpu_implementation", lambda chosen=chosen: chosen)
+        assert few() == expected
+        monkeypatch.setattr(int8_linear_cpu, "_implementation_for_few_rows", few)
+        used.append((int8_linear_cpu.implementation_for(63), int8_linear_cpu.implementation_for(64)))
+    assert used == [("int_mm", "vnni"), ("int_mm", "amx"), ("amx", "amx"), ("multiply_add", "multiply_add")]
