@@ -86,6 +86,13 @@ PROVIDERS: dict[str, Provider] = {
     "qframework_static": Provider(
         "int8", "int8, float32", _qframework, functools.partial(quantize_qframework, preset="static_int8")
     ),
+    "qframework_static_bf16": Provider(
+        "int8",
+        "int8, bfloat16",
+        _qframework,
+        functools.partial(quantize_qframework, preset="static_int8"),
+        _autocast_bf16,
+    ),
     "qframework_dynamic": Provider(
         "int8", "int8, float32", _qframework, functools.partial(quantize_qframework, preset="dynamic_int8")
     ),
