@@ -22,6 +22,8 @@ struct Epilogue {
 
 INLINE Floats repeated(float x) { return x - Floats{}; }
 
+// `smaller` and `larger` are their second argument where one of them is NaN.
+
 #if QFRAMEWORK_BITS == 512
 using HalfWords = __m256i;
 INLINE Floats fused(Floats x, Floats y, Floats z) { return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
@@ -69,7 +71,7 @@ INLINE Floats reciprocal(Floats x) {
   return y * fused(-x, y, repeated(2));
 }
 
-// e^x with an error of about 1e-7 of it; below -87 and above 88 the value there.
+// e^x by the polynomial of Cephes (S. Moshier), an error of about 1e-7 of it; below -87 and above 88 the value there.
 INLINE Floats exponential(Floats x) {
   x = smaller(larger(x, repeated(-87)), repeated(88));
   const Ints n = rounded(x * 1.44269504f);
@@ -86,8 +88,6 @@ INLINE Floats exponential(Floats x) {
 // A function of |x| by polynomials: one interval of [0, RANGE) for each lane, looked up in one instruction each.
 constexpr int DEGREE = LANES == 16 ? 4 : 6;
 constexpr float RANGE = 5.6f;
-
-// Of numbers one of which is NaN, `smaller` and `larger` are the second.
 
 // Both forms of GELU, relu(x) - |x| h(|x|); for the erf form h is 1 - Phi, below 1e-8 outside of the range.
 INLINE Floats gelu(Floats x, const float* h) {
