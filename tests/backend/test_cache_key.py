@@ -104,3 +104,11 @@ def test_the_hash_changes_with_any_file(monkeypatch, tmp_path):
     file.rename(file.with_name("other.py"))
     seen.add(hashed())
     assert len(seen) == 3
+
+
+def test_the_instructions_of_the_cpu_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which decompositions choose whether ``int8_linear`` stays a call."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    narrow = cache_key(BackendOptions())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert narrow != cache_key(BackendOptions())

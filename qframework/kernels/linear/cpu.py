@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from qframework.kernels.runtime.checks import check_positive_scale, rows_of
 from qframework.kernels.runtime.operator import declare
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class CpuChoice(NamedTuple):
@@ -56,8 +59,7 @@ def cpu_choice() -> CpuChoice:
     Products take a quarter of the float product's time with INT8 instructions, and ``int_mm`` 24 times as much without,
     so noise does not change the choice.
     """
-    with ThreadPoolExecutor(1) as clean:  # a thread without dispatch modes, such as those that trace a graph
-        return clean.submit(_choose).result()
+    return _in_a_clean_thread(_choose)
 
 
 def _choose() -> CpuChoice:
@@ -72,7 +74,7 @@ def _choose() -> CpuChoice:
 
 
 # oneDNN's product need not pack b, which pays with fewer rows: with AMX and with VNNI, ours takes as long with 64 to 96
-# rows of 768 to 4,096 channels, epilogue included, and twice as long with 16.
+# rows of 768 to 4,096 channels, epilogue included, and up to 1.8 times as long with 16.
 _FEWEST_ROWS = 64
 _LARGE_WEIGHT = 1 << 22
 
@@ -87,8 +89,13 @@ def _implementation_for_few_rows() -> str:
     chosen = cpu_implementation()
     if chosen not in ("amx", "vnni"):
         return chosen
-    with ThreadPoolExecutor(1) as clean:
-        return "int_mm" if clean.submit(_reason_against, _int_mm).result() is None else chosen
+    return "int_mm" if _in_a_clean_thread(_reason_against, _int_mm) is None else chosen
+
+
+def _in_a_clean_thread(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call ``run`` without the dispatch modes of this thread, such as those that trace a graph."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run, *args, **kwargs).result()
 
 
 def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:

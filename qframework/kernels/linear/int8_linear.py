@@ -88,4 +88,5 @@ def int8_linear(
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: decompose_int8_linear}
+# For packages, which also run where there is no C++ compiler.
 PACKAGED: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: decompose_int8_linear_anywhere}
