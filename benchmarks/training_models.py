@@ -3,7 +3,8 @@
     python -m benchmarks.training_models --output benchmarks/results/training/DATE-h100-models.json
 
 A step is forward, backward and fused AdamW. Weights are FP32 under autocast, torchao's as well. Models are of timm and
-transformers with random weights; ``--layers`` keeps the first blocks only, which compiles faster and gives embeddings
+transformers with random weights, compiled by Inductor or by ``backend="qframework"``, which passes causal masks on as a
+flag; ``--layers`` keeps the first blocks only, which compiles faster and gives embeddings
 and head a larger share. Every provider's loss and the gradient of the first linear in a block are compared with FP32
 before it is timed. Without graphs a step is timed as it is called, host included; with graphs the same compiled step is
 replayed in one CUDA graph. On a GPU, every model and provider runs in its own process. ``--profile`` adds the kernels
@@ -125,6 +126,7 @@ class Provider:
 
     convert: Callable[[nn.Module], Any]
     precision: str
+    backend: str = "inductor"  # of torch.compile
 
 
 def _fp8(model: nn.Module) -> nn.Module:
@@ -153,10 +155,12 @@ def linears_for_conv1d(model: nn.Module) -> nn.Module:
 
 PROVIDERS = {
     "bf16": Provider(lambda model: model, "bf16"),
-    "qframework": Provider(_int8, "int8"),
-    "qframework_1x256": Provider(lambda model: _int8(model, block_size=(1, 256)), "int8"),
-    "qframework_weights_again": Provider(lambda model: _int8(model, keep_weights=False), "int8"),
-    "qframework_mixed_attention": Provider(lambda model: _int8(model, attention="mixed"), "int8"),
+    "bf16_qframework": Provider(lambda model: model, "bf16", "qframework"),
+    "qframework": Provider(_int8, "int8", "qframework"),
+    "qframework_1x256": Provider(lambda model: _int8(model, block_size=(1, 256)), "int8", "qframework"),
+    "qframework_inductor": Provider(_int8, "int8"),
+    "qframework_weights_again": Provider(lambda model: _int8(model, keep_weights=False), "int8", "qframework"),
+    "qframework_mixed_attention": Provider(lambda model: _int8(model, attention="mixed"), "int8", "qframework"),
     "torchao_fp8": Provider(_fp8, "fp8"),
 }
 
@@ -172,7 +176,9 @@ class Training:
         self.device, self.provider = device, provider
         self.expected = _exact(self.model, self.inputs, self.labels)
         provider.convert(self.model)
-        self.compiled: Any = self.model if options.eager else torch.compile(self.model, dynamic=False)
+        self.compiled: Any = (
+            self.model if options.eager else torch.compile(self.model, dynamic=False, backend=provider.backend)
+        )
         graphs = device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=graphs, capturable=graphs)
 

@@ -35,6 +35,8 @@ with explained():
     exclude_dispatch_key: Any = torch._C._SetExcludeDispatchKeyGuard
     AUTOGRAD_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView)
     set_grad_enabled: Any = torch._C._set_grad_enabled  # called in captured graphs for torch.no_grad
+    # Called in captured graphs for a ``with torch.autocast``.
+    AUTOCAST_SCOPES: tuple[Any, ...] = (torch.amp._enter_autocast, torch.amp._exit_autocast)
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     make_subclass: Any = torch.Tensor._make_subclass
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl  # for subclasses without their own
@@ -137,6 +139,7 @@ def static_layout(x: Tensor) -> tuple[Any, ...] | None:
 
 
 __all__ = [
+    "AUTOCAST_SCOPES",
     "AUTOGRAD_KEYS",
     "FakeTensor",
     "FakeTensorMode",

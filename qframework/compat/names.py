@@ -40,6 +40,7 @@ _HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
 _NO_GLUON = "kernels in Gluon cannot be compiled"
 _PLAIN_TRITON = "plain Triton kernels replace those for Hopper"
 _SAVED = "saved models cannot be read"
+_SCOPES = "a scope of torch.autocast in a graph would be taken for a write to every tensor"
 _BLOCKS = "INT8 training cannot compute in blocks (BlockTensor)"
 _PERSISTENT = "Inductor quantizes the rows of windows many times as slowly"
 _NO_SITES = "code that Inductor generated cannot call operators past the dispatcher"
@@ -121,6 +122,8 @@ _ROWS = (
     Name("torch._C.DispatchKeySet", _DIRECT, _DISPATCHED),
     Name("torch._C.DispatchKey.BackendSelect", _DIRECT),
     Name("torch._C._set_grad_enabled", "compiled INT8 models keep nodes that switch gradients on and off"),
+    Name("torch.amp._enter_autocast", _SCOPES),
+    Name("torch.amp._exit_autocast", _SCOPES),
     Name("torch._C._disabled_torch_function_impl", _BLOCKS),
     Name("torch.Tensor._make_wrapper_subclass", _BLOCKS),
     Name("torch.Tensor._version", "writes to a float copy of a BlockTensor cannot be detected"),

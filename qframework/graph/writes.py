@@ -17,7 +17,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat import pytree
-from qframework.compat.dispatch import FakeTensorMode, TorchDispatchMode, memory_of, set_grad_enabled, static_layout
+from qframework.compat.dispatch import (
+    AUTOCAST_SCOPES,
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    memory_of,
+    set_grad_enabled,
+    static_layout,
+)
 from qframework.compat.dynamo import recorded_value
 from qframework.compat.operators import OpOverload, schema
 from qframework.graph.nodes import is_inactive_dropout, why_not_plain
@@ -26,6 +34,7 @@ _WRITTEN = "qframework_written"  # in a node's meta, so that it goes with the no
 _MEMORY = "qframework_memory"
 _MOST_KINDS = 10_000
 _places_of_kinds: dict[Any, frozenset[int]] = {}  # of inputs that a call writes, by what _kind returns
+_HARMLESS = (operator.getitem, set_grad_enabled, *AUTOCAST_SCOPES)
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
 
 
@@ -96,7 +105,7 @@ class _Written(NamedTuple):
 
 
 def _written_inputs(node: Node) -> set[Node]:
-    harmless = node.target in (operator.getitem, set_grad_enabled) or is_inactive_dropout(node)
+    harmless = node.target in _HARMLESS or is_inactive_dropout(node)
     if not node.op.startswith("call") or not node.all_input_nodes or harmless:
         return set()
     if isinstance(node.target, OpOverload):
@@ -267,10 +276,19 @@ class _Memory(NamedTuple):
 
 
 def _memory_of(value: Any) -> set[int] | None:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    if value is None or any(map(why_not_plain, tensors)):  # a subclass may hide the tensors that it holds
+    tensors = [x for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) for x in _held(leaf)]
+    if value is None or any(map(why_not_plain, tensors)):  # another subclass may hide the tensors that it holds
         return None
     return {memory_of(tensor) for tensor in tensors}
+
+
+def _held(x: Tensor) -> Iterator[Tensor]:
+    """The tensors whose memory ``x`` is: those inside a subclass that says which it wraps, such as a BlockTensor."""
+    if is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _held(getattr(x, name))
+    else:
+        yield x
 
 
 def _overlap(one: set[int] | None, other: set[int] | None) -> bool:

@@ -54,6 +54,28 @@ def test_sdpa_gets_the_flag(form: str, option: str) -> None:
     assert not any(name in capture.names() for name in ("arange", "ones", "tril", "full"))
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_scopes_of_autocast_write_no_mask(training: bool) -> None:
+    """Rotary embeddings of transformers switch autocast off between the mask and its attention."""
+    q, k, v = (x.requires_grad_(training) for x in qkv())
+
+    def attend(q, k, v):
+        mask = transformers_mask(q.shape[2], 2)
+        with torch.autocast("cpu", enabled=False):
+            q = q * 1.5
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    capture = Capture("off")
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
+        out, expected = torch.compile(attend, backend=capture, fullgraph=True)(q, k, v), attend(q, k, v)
+    assert "enter_autocast" in capture.names()
+    assert sdpa_calls(capture) == [(None, True)]
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    if training:
+        found, wanted = (torch.autograd.grad(y.float().sum(), (q, k, v)) for y in (out, expected))
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+
+
 def padding(x):
     return (x[:, 0, :, 0] > 0)[:, None, None]
 

@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.fx import GraphModule
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, inputs, loss_of
 
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
 from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training import compilation, conversion_report, convert_to_int8_training, fallbacks
 from qframework.training.dropout import Int8Dropout
@@ -41,6 +45,41 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     """The relative error of all gradients as one vector."""
     difference = sum(float((first[name] - second[name]).square().sum()) for name in first)
     return (difference / sum(float(grad.square().sum()) for grad in second.values())) ** 0.5
+
+
+class CausalMask(nn.Module):
+    """Llama with the mask that compiled models of transformers build for themselves in some versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = MODELS["llama"]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        mask = (places <= places[:, None]).expand(x.shape[0], 1, -1, -1)
+        return self.llama(x, attention_mask=mask).logits
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_causal_masks_become_the_flag_in_training(converted: bool, fresh_dynamo: None) -> None:
+    """Between the mask and its attention are a scope of autocast and, if converted, functions of BlockTensors."""
+    model, x = CausalMask(), inputs("llama")
+    if converted:
+        convert_to_int8_training(model)
+    calls: list[tuple[object, object]] = []
+
+    def backend(gm: GraphModule, example_inputs: list[Tensor]) -> Callable[..., object]:
+        lower(gm, example_inputs, BackendOptions())
+        nodes = gm.graph.find_nodes(op="call_function", target=scaled_dot_product_attention)
+        calls.extend((node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in nodes)
+        return gm
+
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x)
+        found = torch.compile(model, fullgraph=True, backend=backend)(x)
+    assert calls == [(None, True)] * len(model.llama.model.layers)
+    assert found.requires_grad
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
 @each_case
@@ -196,6 +235,8 @@ import json, os, sys, torch
 from pathlib import Path
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.fx import GraphModule
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from training_models import MODELS, inputs
 from test_with_torch import CASES, steps
