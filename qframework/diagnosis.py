@@ -13,6 +13,7 @@ import torch
 from qframework.compat.cpp_compiler import cpp_compiler
 from qframework.devices import one_thread
 from qframework.errors import QFrameworkError
+from qframework.kernels.attention.mixed import mixed_attention_choice
 from qframework.kernels.linear.cpu import cpu_choice
 from qframework.kernels.linear.local_tiles import read_tiles, this_chip, tile_path
 from qframework.kernels.linear.tiles import has_table
@@ -61,13 +62,15 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    choice = cpu_choice()
+    choice, attention = cpu_choice(), mixed_attention_choice()
     return {
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "int8_linear": choice.name,
         **{f"int8_linear_not_{name}": reason for name, reason in choice.rejected.items()},
+        "mixed_attention": attention.name,
+        **{f"mixed_attention_not_{name}": reason for name, reason in attention.rejected.items()},
         "compiler": cpp_compiler(),
     }
 

@@ -7,11 +7,14 @@ Formula (QAttn eq. 15-18)::
     out = clamp(round(O / out_scale), -127, 127) as int8, or O rounded once to out_dtype
 
 Layout: as in ``qframework::sage_attention``. Scales are float32, one per tensor ``(1,)`` or per head ``(H, 1, 1)``.
-Reference: ``quantized_attention_ref``. CPU: PyTorch's attention of the integers in float32.
+Reference: ``quantized_attention_ref``. CPU: without masks and relative positions C++ (native.py), where ``int8_linear``
+is C++ too, with a more exact P; else PyTorch's attention of the integers in float32.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import NamedTuple
 
 import torch
@@ -22,14 +25,19 @@ from qframework import numerics
 from qframework.kernels.attention import hopper_dense
 from qframework.kernels.attention.arguments import canonical, check_dense, default_scale, empty_result
 from qframework.kernels.attention.hopper_bias import dense_bias
+from qframework.kernels.attention.native import native_attention
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, check_offsets, last_contiguous
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.variants import AttentionVariant
+from qframework.kernels.linear.cpu import CpuChoice, cpu_implementation, in_a_clean_thread
 from qframework.kernels.runtime.ahead import launches_of
 from qframework.kernels.runtime.checks import check_dtype, check_out_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.native import NATIVE
 from qframework.kernels.runtime.operator import declare
+
+logger = logging.getLogger(__name__)
 
 _NAME = "mixed_attention"
 _VARIANT = AttentionVariant(8, "per_head", "int8_dequantized")
@@ -114,11 +122,44 @@ def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: fl
     return out.float() * values.scale.repeat_interleave(group, dim=1)[..., None]
 
 
+@functools.cache
+def mixed_attention_choice() -> CpuChoice:
+    """What computes ``mixed_attention`` on this CPU, one of ``NATIVE`` or ``"torch"``; tried once per process."""
+    name = cpu_implementation()
+    if name not in NATIVE:
+        return CpuChoice("torch", {})
+    reason = in_a_clean_thread(_reason_against, name)
+    if reason is None:
+        return CpuChoice(name, {})
+    logger.info("qframework: the CPU's INT8 attention %s is not used: %s", name, reason)
+    return CpuChoice("torch", {name: reason})
+
+
+def _reason_against(implementation: str) -> str | None:
+    generator = torch.Generator("cpu").manual_seed(0)  # also under torch.set_default_device
+    integers = torch.randint(-127, 128, (3, 1, 2, 70, 40), dtype=torch.int8, generator=generator, device="cpu")
+    scales = (torch.full((1,), 0.01, device="cpu"),) * 3
+    x = MixedAttentionArguments(*integers, *scales, is_causal=True, out_dtype=torch.float32)
+    try:
+        out = native_attention(x, implementation)
+    except (RuntimeError, NotImplementedError, OSError) as error:
+        return f"it is not available: {error}"
+    if out is None or not torch.allclose(out, _torch_attention(x), rtol=0, atol=2.0**-11):
+        return "it is not exact on this processor"
+    return None
+
+
 def mixed_attention_cpu(x: MixedAttentionArguments) -> Tensor:
-    """``mixed_attention`` on a CPU: PyTorch's attention, or with relative positions the reference."""
+    """``mixed_attention`` on a CPU: C++, PyTorch's attention, or with relative positions the reference."""
+    if x.query.numel() == 0 or x.key.numel() == 0 or x.value.numel() == 0:
+        return x.empty_result().zero_()
+    chosen = mixed_attention_choice().name
+    out = native_attention(x, chosen) if chosen in NATIVE else None
+    return _torch_attention(x) if out is None else out
+
+
+def _torch_attention(x: MixedAttentionArguments) -> Tensor:
     result = x.empty_result()
-    if result.numel() == 0 or x.key.numel() == 0:
-        return result.zero_()
     qk, values, bias = _operands(x)
     logit_scale = default_scale(x.query, x.scale)
     if x.rel_h is None:

@@ -29,9 +29,10 @@ from torch import Tensor
 from qframework import numerics
 from qframework.compat.operators import int_mm
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
-from qframework.kernels.linear.native import NATIVE, native_linear, native_product
+from qframework.kernels.linear.native import native_linear, native_product
 from qframework.kernels.linear.reference import epilogue_ref, int8_linear_ref
 from qframework.kernels.runtime.checks import check_positive_scale, rows_of
+from qframework.kernels.runtime.native import NATIVE
 from qframework.kernels.runtime.operator import declare
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def cpu_choice() -> CpuChoice:
     Products take a quarter of the float product's time with INT8 instructions, and ``int_mm`` 24 times as much without,
     so noise does not change the choice.
     """
-    return _in_a_clean_thread(_choose)
+    return in_a_clean_thread(_choose)
 
 
 def _choose() -> CpuChoice:
@@ -89,10 +90,10 @@ def _implementation_for_few_rows() -> str:
     chosen = cpu_implementation()
     if chosen not in ("amx", "vnni"):
         return chosen
-    return "int_mm" if _in_a_clean_thread(_reason_against, _int_mm) is None else chosen
+    return "int_mm" if in_a_clean_thread(_reason_against, _int_mm) is None else chosen
 
 
-def _in_a_clean_thread(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def in_a_clean_thread(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call ``run`` without the dispatch modes of this thread, such as those that trace a graph."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run, *args, **kwargs).result()

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from instruction_sets import reason_against
 from oracle import assert_float_close, assert_int8_close, linear, numpy64
 from torch.nn import functional as F
 
@@ -23,23 +24,12 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def _reason_against(instructions: str) -> str | None:
-    try:
-        native._instructions("multiply_add" if instructions.startswith("avx") else instructions)
-        if instructions == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
-            return "PyTorch does not use AVX-512"
-        native._library(instructions)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
 @pytest.fixture(params=["amx", "vnni", "avx512", "avx2"])
 def instructions(request, monkeypatch):
     """Let every implementation use one instruction set."""
-    if reason := _reason_against(request.param):
+    if reason := reason_against(request.param, native._library):
         pytest.skip(f"{request.param}: {reason}")
-    monkeypatch.setattr(native, "_instructions", lambda _: request.param)
+    monkeypatch.setattr(native, "instructions_of", lambda _: request.param)
     return request.param
 
 

@@ -1,7 +1,6 @@
 // The epilogue of int8_linear on a block of INT32 sums: scales, bias, activation, residual, and the result's dtype.
 
 enum Activation : int32_t { NONE, GELU, RELU, SILU };
-enum Dtype : int32_t { FLOAT32, FLOAT16, BFLOAT16, INT8, INT32 };  // INT32: the sums themselves
 
 // Numbers for rows or columns, which repeat after `period`: 1 if all are the same.
 struct Numbers {
@@ -19,57 +18,6 @@ struct Epilogue {
   Activation activation;
   Dtype residual_dtype, dtype;
 };
-
-INLINE Floats repeated(float x) { return x - Floats{}; }
-
-// `smaller` and `larger` are their second argument where one of them is NaN.
-
-#if QFRAMEWORK_BITS == 512
-using HalfWords = __m256i;
-INLINE Floats fused(Floats x, Floats y, Floats z) { return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
-INLINE Floats smaller(Floats x, Floats y) { return (Floats)_mm512_min_ps((__m512)x, (__m512)y); }
-INLINE Floats larger(Floats x, Floats y) { return (Floats)_mm512_max_ps((__m512)x, (__m512)y); }
-INLINE Floats from_float16(HalfWords x) { return (Floats)_mm512_cvtph_ps(x); }
-INLINE HalfWords to_float16(Floats x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
-INLINE HalfWords low_halves(Ints x) { return _mm512_cvtepi32_epi16((__m512i)x); }
-INLINE Floats from_high_halves(HalfWords x) { return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
-INLINE void store_bytes(int8_t* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x)); }
-INLINE Ints rounded(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
-INLINE Floats looked_up(const float* table, Ints i) {
-  return (Floats)_mm512_permutexvar_ps((__m512i)i, (__m512)load<Floats>(table));
-}
-INLINE Floats reciprocal_estimate(Floats x) { return (Floats)_mm512_rcp14_ps((__m512)x); }
-#else
-using HalfWords = __m128i;
-INLINE Floats fused(Floats x, Floats y, Floats z) { return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
-INLINE Floats smaller(Floats x, Floats y) { return (Floats)_mm256_min_ps((__m256)x, (__m256)y); }
-INLINE Floats larger(Floats x, Floats y) { return (Floats)_mm256_max_ps((__m256)x, (__m256)y); }
-INLINE Floats from_float16(HalfWords x) { return (Floats)_mm256_cvtph_ps(x); }
-INLINE HalfWords to_float16(Floats x) { return _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
-INLINE HalfWords low_halves(Ints x) {
-  const __m256i packed = _mm256_packus_epi32((__m256i)(x & 0xffff), (__m256i)(x & 0xffff));
-  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
-}
-INLINE Floats from_high_halves(HalfWords x) { return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16); }
-INLINE void store_bytes(int8_t* to, Ints x) {
-  const __m128i words = low_halves(x);
-  _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(words, words));
-}
-INLINE Ints rounded(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
-INLINE Floats looked_up(const float* table, Ints i) {
-  return (Floats)_mm256_permutevar8x32_ps((__m256)load<Floats>(table), (__m256i)i);
-}
-INLINE Floats reciprocal_estimate(Floats x) { return (Floats)_mm256_rcp_ps((__m256)x); }
-#endif
-
-INLINE Floats converted(Ints x) { return __builtin_convertvector(x, Floats); }
-INLINE Ints truncated(Floats x) { return __builtin_convertvector(x, Ints); }
-
-// 1 / x by one step of Newton's method, an error of one or two units in the last place.
-INLINE Floats reciprocal(Floats x) {
-  const Floats y = reciprocal_estimate(x);
-  return y * fused(-x, y, repeated(2));
-}
 
 // e^x by the polynomial of Cephes (S. Moshier), an error of about 1e-7 of it; below -87 and above 88 the value there.
 INLINE Floats exponential(Floats x) {
@@ -111,20 +59,6 @@ INLINE Floats activated(Floats x, const float* table) {
   return x;
 }
 
-INLINE Floats loaded(const void* x, int64_t i, Dtype dtype) {
-  if (dtype == FLOAT32) return load<Floats>((const float*)x + i);
-  const HalfWords words = load<HalfWords>((const int16_t*)x + i);
-  return dtype == FLOAT16 ? from_float16(words) : from_high_halves(words);
-}
-
-// bfloat16, rounded to nearest, ties to even; NaN stays NaN.
-INLINE HalfWords to_bfloat16(Floats x) {
-  const Ints bits = (Ints)x, odd = (bits >> 16) & 1;
-  return low_halves((x == x ? bits + 0x7fff + odd : bits | 0x400000) >> 16);
-}
-
-static inline int64_t size_of(Dtype dtype) { return dtype == INT8 ? 1 : dtype == FLOAT32 || dtype == INT32 ? 4 : 2; }
-
 // The numbers of all rows and columns; those of columns are padded to whole panels.
 struct Scales {
   std::unique_ptr<float[]> rows, columns, bias, quantize_rows, quantize_columns;
@@ -161,10 +95,8 @@ INLINE void finish_row(const int32_t* sums, const Epilogue& x, const Scales& sca
     if (x.dtype == INT8) {
       y = y * quantize * load<Floats>(&scales.quantize_columns[column + i]);
       store_bytes((int8_t*)out + i, rounded(smaller(larger(y, -127 - zero), 127 - zero)) + rounded(zero));
-    } else if (x.dtype == FLOAT32) {
-      store((float*)out + i, y);
     } else {
-      store((int16_t*)out + i, x.dtype == FLOAT16 ? to_float16(y) : to_bfloat16(y));
+      store_as(x.dtype, out, i, y);
     }
   }
 }

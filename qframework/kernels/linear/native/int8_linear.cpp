@@ -31,43 +31,10 @@ struct Rows {
   SIMD void prepare(int64_t first) {
     for (int64_t row = first; row < first + ROWS; ++row) {
       Element* const to = row < copied_from ? nullptr : buffer.get() + (row - copied_from) * stride;
-      Ints sum = {};
-      for (int64_t k = 0; k < stride && (to || offset); k += WIDE) {
-        const int64_t values = row < M ? std::clamp<int64_t>(K - k, 0, WIDE) : 0, kept = std::min(WIDE, stride - k);
-        int8_t padded[WIDE] = {};
-        const int8_t* from = a + row * K + k;
-        if (values < WIDE) from = (const int8_t*)std::memcpy(padded, from, values);
-        const Ints x = lanes_of(from);
-        if (to) std::memcpy(to + k, &x, kept * sizeof(Element));
-        if (offset) sum = multiplied(sum, x, Ints{} + 0x01010101);
-      }
-      start[row] = -offset * added_up(sum);
+      start[row] = prepare_row(a + row * K, row < M ? K : 0, stride, to, offset);
     }
   }
 };
-
-// Packs `columns` rows of b (N, K) into a panel [lane][COLUMNS]; missing columns and values are zeros.
-SIMD static void pack(const int8_t* b, int64_t K, int64_t columns, int64_t lanes, int32_t* panel) {
-  constexpr int64_t VALUES = PACKED_LANES * GROUP;
-  for (int64_t column = 0; column < COLUMNS; column += 8) {
-    for (int64_t k = 0; k < lanes; k += PACKED_LANES) {
-      __m256i x[8];
-      const int64_t values = std::clamp<int64_t>(K - k * GROUP, 0, VALUES);
-      for (int64_t c = 0; c < 8; ++c) {
-        int8_t padded[32] = {};
-        const int8_t* from = b + (column + c) * K + k * GROUP;
-        if (column + c >= columns || values < VALUES) {
-          if (column + c < columns) std::memcpy(padded, from, values);
-          from = padded;
-        }
-        x[c] = packed_lanes(from);
-      }
-      transpose(x);
-      for (int64_t lane = 0; lane < std::min(PACKED_LANES, lanes - k); ++lane)
-        store(panel + (k + lane) * COLUMNS + column, x[lane]);
-    }
-  }
-}
 
 // With few rows, packing b would take longer than multiplying: sums of COLUMNS columns from `column` on.
 SIMD static void few_rows(const Rows& rows, int64_t M, const int8_t* b, int64_t K, int64_t columns, int32_t* sums) {
@@ -118,7 +85,7 @@ static void multiply(const int8_t* a, const int8_t* b, int64_t first, int64_t M,
 #pragma omp for
       for (int64_t i = 0; i < count; ++i) {
         const int64_t column = (from + i) * COLUMNS;
-        pack(b + column * K, K, N - column, lanes, packed.get() + i * panel_size);
+        pack(b + column * K, K, K, N - column, lanes, packed.get() + i * panel_size);
       }
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < tiles * parts; ++task) {
@@ -158,19 +125,4 @@ extern "C" int int8_linear(const int8_t* a, const int8_t* b, int64_t M, int64_t 
   for (int64_t first = 0; first < M; first += together)
     multiply(a + first * K, b, first, std::min(together, M - first), N, K, x, scales, threads);
   return 0;
-}
-
-#if QFRAMEWORK_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-// Whether the processor, and the operating system, have the instructions.
-extern "C" int available() {
-#if QFRAMEWORK_AMX
-  constexpr int REQUEST = 0x1023, TILES = 18;  // arch_prctl: permission to use the registers of tiles
-  return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
-#else
-  return 1;
-#endif
 }

@@ -63,3 +63,18 @@ INLINE Ints lanes_of(const int8_t* a) {
   return wide_lanes(a);
 #endif
 }
+
+#if QFRAMEWORK_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// Whether the processor, and the operating system, have the instructions.
+extern "C" int available() {
+#if QFRAMEWORK_AMX
+  constexpr int REQUEST = 0x1023, TILES = 18;  // arch_prctl: permission to use the registers of tiles
+  return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+#else
+  return 1;
+#endif
+}

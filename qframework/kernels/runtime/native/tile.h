@@ -8,6 +8,10 @@
 #if QFRAMEWORK_AMX
 
 constexpr int ROWS = 32, COLUMNS = 32;
+
+// GCC does not know what the instructions of tiles read: what was written before is in memory from here on.
+INLINE void publish(const void* x) { asm volatile("" : : "r"(x) : "memory"); }
+
 constexpr int64_t ALIGNED = 64;  // values that a tile takes
 
 // Tiles of 16 rows of 64 bytes, for one thread.
@@ -18,6 +22,7 @@ struct Unit {
       uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } shape;
+    publish(&shape);
     _tile_loadconfig(&shape);
   }
   SIMD ~Unit() { _tile_release(); }
@@ -28,6 +33,7 @@ SIMD static void tile(const Element* a, int64_t stride, const int32_t* b, int64_
                       const int32_t*, Work meanwhile) {
   constexpr int64_t LINE = COLUMNS * 4, LOWER = 16 * COLUMNS;
   const bool both = rows > 16;
+  publish(a);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
