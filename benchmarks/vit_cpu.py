@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks import models
 from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded
-from benchmarks.models import Forward, quantize_qframework, quantize_x86
+from benchmarks.models import Forward, quantize_qframework, quantize_with_attention, quantize_x86
 from benchmarks.timing import time_interleaved
 from qframework.errors import QFrameworkError
 
@@ -86,6 +86,7 @@ PROVIDERS: dict[str, Provider] = {
     "qframework_static": Provider(
         "int8", "int8, float32", _qframework, functools.partial(quantize_qframework, preset="static_int8")
     ),
+    "qframework_static_int8_attention": Provider("int8", "int8, float32", _qframework, quantize_with_attention),
     "qframework_static_bf16": Provider(
         "int8",
         "int8, bfloat16",

@@ -137,9 +137,9 @@ def mixed_attention_choice() -> CpuChoice:
 
 def _reason_against(implementation: str) -> str | None:
     generator = torch.Generator("cpu").manual_seed(0)  # also under torch.set_default_device
-    integers = torch.randint(-127, 128, (3, 1, 2, 70, 40), dtype=torch.int8, generator=generator, device="cpu")
-    scales = (torch.full((1,), 0.01, device="cpu"),) * 3
-    x = MixedAttentionArguments(*integers, *scales, is_causal=True, out_dtype=torch.float32)
+    q, k, v = torch.randint(-127, 128, (3, 1, 2, 70, 40), dtype=torch.int8, generator=generator, device="cpu")
+    scale = torch.full((1,), 0.01, device="cpu")
+    x = MixedAttentionArguments(q, k, v, scale, scale, scale, is_causal=True, out_dtype=torch.float32)
     try:
         out = native_attention(x, implementation)
     except (RuntimeError, NotImplementedError, OSError) as error:
