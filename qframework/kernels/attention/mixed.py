@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,9 @@ from torch.nn import functional as F
 
 from qframework import numerics
 from qframework.kernels.attention import hopper_dense
-from qframework.kernels.attention.arguments import canonical, check_dense, default_scale, empty_result
+from qframework.kernels.attention.arguments import canonical, default_scale
 from qframework.kernels.attention.hopper_bias import dense_bias
+from qframework.kernels.attention.mixed_arguments import MixedAttentionArguments
 from qframework.kernels.attention.native import native_attention
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, check_offsets, last_contiguous
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
@@ -32,7 +32,6 @@ from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.variants import AttentionVariant
 from qframework.kernels.linear.cpu import CpuChoice, cpu_implementation, in_a_clean_thread
 from qframework.kernels.runtime.ahead import launches_of
-from qframework.kernels.runtime.checks import check_dtype, check_out_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.native import NATIVE
 from qframework.kernels.runtime.operator import declare
@@ -41,45 +40,6 @@ logger = logging.getLogger(__name__)
 
 _NAME = "mixed_attention"
 _VARIANT = AttentionVariant(8, "per_head", "int8_dequantized")
-
-
-class MixedAttentionArguments(NamedTuple):
-    """The arguments of ``qframework::mixed_attention``; see :func:`mixed_attention`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_scale: Tensor
-    key_scale: Tensor
-    value_scale: Tensor
-    attn_mask: Tensor | None = None
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-    out_scale: Tensor | None = None
-    out_dtype: torch.dtype | None = None
-    rel_h: Tensor | None = None
-    rel_w: Tensor | None = None
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        """int8 where the result is quantized, else ``out_dtype``, float16 by default."""
-        return torch.int8 if self.out_scale is not None else self.out_dtype or torch.float16
-
-    def empty_result(self) -> Tensor:
-        """An uninitialized result."""
-        return empty_result(self.query, self.value, self.result_dtype)
-
-    def check(self) -> None:
-        """Raise QFrameworkError for an invalid argument."""
-        check_dense(self, _NAME, (torch.int8,))
-        scales = {name: getattr(self, name) for name in ("query_scale", "key_scale", "value_scale", "out_scale")}
-        check_same_device(_NAME, self.query, **scales)
-        for (argument, scale), x in zip(scales.items(), (*self[:3], self.query), strict=True):
-            if scale is not None:
-                check_dtype(_NAME, argument, scale, (torch.float32,))
-                check_shape(_NAME, argument, scale, (), (1,), (x.shape[-3] if x.ndim > 3 else 1, 1, 1))
-        check_out_dtype(_NAME, self.out_dtype, self.out_scale is not None)
 
 
 def _per_head(scale: Tensor, x: Tensor, heads: int) -> Tensor:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qframework.kernels.attention.arguments import canonical, default_scale
+from qframework.kernels.attention.mixed_arguments import MixedAttentionArguments
 from qframework.kernels.attention.operands import LOG2_E, last_contiguous
 from qframework.kernels.runtime.native import instructions_of, library
-
-if TYPE_CHECKING:
-    from qframework.kernels.attention.mixed import MixedAttentionArguments
 
 # Values of a head's keys and values up to which each is faster than PyTorch's attention: without AMX, V in float32 is
 # read once for a few queries. With AMX it was faster at 2**24 as well, twice.
