@@ -6,6 +6,7 @@ import re
 
 _HEADS = {
     "bf16": "BF16",
+    "bf16_qframework": "BF16, backend qframework",
     "bf16_autocast_inductor": "BF16 autocast, compiled",
     "fp16": "FP16 eager",
     "fp16_compiled": "FP16 compiled",

@@ -139,12 +139,12 @@ OURS = {"": "qframework", ", blocks of 1x256": "qframework_1x256"}
 
 def _model_targets() -> list[Target]:
     steps = {"step": "", "step_in_graph": ", CUDA graphs"}
-    peers = {"BF16 compiled": "bf16", "torchao FP8": "torchao_fp8"}
+    peers = {"BF16 compiled": "bf16", "BF16, masks as the flag": "bf16_qframework", "torchao FP8": "torchao_fp8"}
     return [
         Target(
             what=f"step of {model}, {blocks} blocks{graphs}{size}", against=against, benchmark="training_models",
             subjects=(f"{model}, {blocks} blocks, batch {training_models.MODELS[model].batch}",), ops=(op,),
-            ours=(ours,), peers=(peer,), measure="calls_per_ms", must=must if peer == "bf16" else 1.0,
+            ours=(ours,), peers=(peer,), measure="calls_per_ms", must={"bf16": must, "torchao_fp8": 1.0}.get(peer),
         )
         for (model, blocks), must in MODELS.items() for op, graphs in steps.items() for size, ours in OURS.items()
         for against, peer in peers.items() if (peer == "bf16" and not size) or model in AGAINST_FP8

@@ -326,7 +326,7 @@ def test_slices_of_channels(channels, expected) -> None:
 @pytest.mark.gpu
 def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(hopper_dense, "fits", lambda *call: False)  # the kernels of hopper_dense.py
+    monkeypatch.setattr(hopper_dense, "fits", lambda *call, **options: False)  # the kernels of hopper_dense.py
     calls = []
     launch = hopper.attention_hopper
     monkeypatch.setattr(hopper, "attention_hopper", lambda *given: calls.append(given) or launch(*given))
@@ -437,7 +437,7 @@ def test_fp8_values_agree_with_the_reference(problem: Problem, monkeypatch) -> N
 def test_packed_sequences_agree_with_dense_calls(variant: str, causal: bool, monkeypatch) -> None:
     """Also beside NaN of other sequences, without queries, without keys, and with tokens that belong to none."""
     monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(hopper_dense, "fits", lambda *call: False)
+    monkeypatch.setattr(hopper_dense, "fits", lambda *call, **options: False)
     calls = []
     launch = hopper_packed.attention_packed
     monkeypatch.setattr(hopper_packed, "attention_packed", lambda *given: calls.append(given) or launch(*given))
