@@ -75,6 +75,12 @@ SIMD static float exponentials(int32_t* s, int64_t keys, int64_t panels, float l
   return added_up(sum);
 }
 
+// Rows that are read soon: those of one head are too far apart for the processor to foresee.
+static void prefetch(const int8_t* x, int64_t stride, int64_t rows, int64_t bytes) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)x + r * stride + i, _MM_HINT_T0);
+}
+
 // What a thread needs, for one head of K and V at a time.
 struct Work {
   const Attention& x;
@@ -96,6 +102,9 @@ struct Work {
     const int8_t* const k = x.k.at + batch * x.k.batch + head * x.k.head;
     const int8_t* const v = x.v.at + batch * x.v.batch + head * x.v.head;
     for (int64_t i = 0, key = 0; i < panels; ++i, key += COLUMNS) {
+      const int64_t next = std::clamp<int64_t>(x.keys - key - COLUMNS, 0, COLUMNS);
+      prefetch(k + (key + COLUMNS) * x.k.token, x.k.token, next, x.channels);
+      prefetch(v + (key + COLUMNS) * x.v.token, x.v.token, next, x.width);
       pack(k + key * x.k.token, x.k.token, x.channels, x.keys - key, lanes, keys.get() + i * lanes * COLUMNS);
       for (int64_t group = 0; group < groups; ++group) {
         const int64_t channel = group * COLUMNS;
@@ -113,6 +122,8 @@ struct Work {
     for (int64_t r = 0; r < ROWS; ++r)
       starts[r] = prepare_row(q + (first + r) * x.q.token, r < rows ? x.channels : 0, stride,
                               queries.get() + r * stride, PACKED_OFFSET);
+    const int64_t next = std::clamp<int64_t>(x.queries - first - ROWS, 0, ROWS);
+    prefetch(q + (first + ROWS) * x.q.token, x.q.token, next, x.channels);
     const int64_t last = x.causal ? std::min(x.keys, first + rows) : x.keys, used = (last + COLUMNS - 1) / COLUMNS;
     for (int64_t i = 0; i < used; ++i)
       tile(queries.get(), stride, keys.get() + i * lanes * COLUMNS, lanes, logits.get() + i * PANEL, rows,
