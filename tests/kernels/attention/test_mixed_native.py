@@ -61,15 +61,15 @@ def operands(shape, per_head: bool = False):
     return (*tensors, integers(batch, kv_heads, keys, width)), [torch.rand(size) * 0.01 + 0.01 for size in sizes]
 
 
-def exact(tensors, scales, causal=False, scale=None) -> tuple[Tensor, Tensor]:
+def exact(tensors, scales, causal=False, scale=None, bias=0.0) -> tuple[Tensor, Tensor]:
     """``(out, sum_j p_j |v_j|)`` in float64."""
     q, k, v = (x.double() * s.double() for x, s in zip(tensors, scales, strict=True))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    logits = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    logits = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(q.shape[-1])) + bias
     if causal:
         logits = logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -math.inf)
-    p = torch.softmax(logits, -1)
+    p = torch.softmax(logits, -1).nan_to_num(0)  # without a key
     return p @ v, p @ v.abs()
 
 
@@ -82,6 +82,69 @@ def test_against_float64(instructions, shape, causal):
         expected, size = exact(tensors, scales, causal)
         assert out.transpose(1, 2).is_contiguous()
         assert ((out - expected).abs() <= tolerance(instructions) * size + 1e-9).all()
+
+
+MASKS = {
+    "keys": lambda b, h, n, m: (b, 1, 1, m),
+    "queries": lambda b, h, n, m: (n, 1),
+    "both": lambda b, h, n, m: (n, m),
+    "heads": lambda b, h, n, m: (1, h, n, m),
+    "all": lambda b, h, n, m: (b, h, n, m),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", MASKS)
+def test_masks(instructions, form, causal):
+    """Some rows have no key: they are zero. Float masks hold -inf and the lowest number, which is no -inf."""
+    for shape in ((2, 4, 2, 37, 75, 32, 40), (2, 2, 2, 5, 32, 16, 8), (4, 1, 1, 33, 7, 8, 8)):
+        tensors, scales = operands(shape, per_head=True)
+        size = MASKS[form](*shape[:2], *shape[3:5])
+        keep = torch.rand(size) < 0.7
+        keep[..., 3 if size[-2] > 3 else 0, : 1 if size[-1] == 1 or causal else None] = size[-2] == 1
+        lowest = torch.randn(size).masked_fill(~keep, torch.finfo(torch.float32).min)
+        numbers = torch.randn(size).masked_fill(~keep, -math.inf)
+        for mask in (keep, numbers, lowest, numbers.half(), numbers.double(), numbers.mT.contiguous().mT):
+            bias = torch.zeros(size).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
+            named = {"attn_mask": mask, "is_causal": causal, "enable_gqa": True, "out_dtype": torch.float32}
+            expected, weight = exact(tensors, scales, causal, bias=bias.float().double())
+            if mask is lowest:  # beside the lowest number float32 logits are lost, as in PyTorch's attention
+                gone = expected.isnan() | (
+                    bias.expand(expected.shape[0], expected.shape[1], *shape[3:5]).amax(-1, True) < -1e38
+                )
+                expected, weight = (x.masked_fill(gone, 0) for x in (expected, weight))
+                out = attend(tensors, scales, **named).masked_fill(gone, 0)
+            else:
+                out = attend(tensors, scales, **named)
+            assert ((out - expected).abs() <= tolerance(instructions) * weight + 1e-9).all()
+
+
+def test_a_mask_for_each_window_of_every_image(instructions):
+    """5-D (images, windows, heads, N, D) with a mask (1, windows, 1, N, N), as Swin's shifted windows have it."""
+    tensors, scales = operands((6, 2, 2, 20, 20, 16, 16))
+    mask = torch.randn(3, 1, 20, 20)
+    windows = [x.unflatten(0, (2, 3)) for x in tensors]
+    out = attend(windows, scales, attn_mask=mask[None], out_dtype=torch.float32).flatten(0, 1)
+    expected, size = exact(tensors, scales, bias=mask.repeat(2, 1, 1, 1).double())
+    assert ((out - expected).abs() <= tolerance(instructions) * size + 1e-9).all()
+
+
+def test_nan_in_a_mask_stays_in_its_row(instructions):
+    tensors, scales = operands((1, 1, 1, 5, 50, 16, 16))
+    for key in (0, 17, 49):
+        mask = torch.zeros(5, 50)
+        mask[2, key] = math.nan
+        out = attend(tensors, scales, attn_mask=mask)
+        assert out.isnan().all(-1).flatten().tolist() == [row == 2 for row in range(5)]
+        assert out[:, :, [0, 1, 3, 4]].isfinite().all()
+
+
+def test_rows_of_the_lowest_number_weigh_all_keys_alike(instructions):
+    tensors, scales = operands((1, 2, 2, 5, 50, 16, 16))
+    mask = torch.full((5, 50), torch.finfo(torch.float32).min)
+    out = attend(tensors, scales, attn_mask=mask, out_dtype=torch.float32)
+    v = tensors[2].double() * scales[2]
+    assert ((out - v.mean(2, True)).abs() <= (tolerance(instructions)) * v.abs().mean(2, True)).all()
 
 
 @pytest.mark.parametrize("scale", [None, 0.01, 1e-9, 2.0])
@@ -163,7 +226,6 @@ def test_nothing_beside_the_result_is_written(instructions, monkeypatch, dtype):
 def test_calls_that_are_left_to_others(instructions):
     tensors, scales = operands((1, 2, 2, 4, 6, 8, 8))
     left = [
-        {"attn_mask": torch.ones(4, 6, dtype=torch.bool)},
         {"rel_h": torch.zeros(1, 2, 4, 2), "rel_w": torch.zeros(1, 2, 4, 3)},
         {"scale": -1.0},
         {"scale": 0.0},

@@ -9,20 +9,28 @@ struct Operand {
   int64_t per_head;  // 1, or 0 if the scale is one number
 };
 
+// What is added to logits: rows of as many numbers as there are keys. Batch b has the mask b % batches.
+struct Mask {
+  const float* at;  // null if there is none
+  int64_t batches, batch, head, token;
+};
+
 struct Attention {
   Operand q, k, v;
+  Mask mask;
   void* out;  // (batch, queries, heads, width)
   const float* out_scale;
   int64_t out_scale_per_head;
   int64_t batch, heads, kv_heads, queries, keys, channels, width;
-  float logit_scale;  // log2(e) times that of the logits
+  float logit_scale;
   int32_t causal;
   Dtype dtype;
 };
 
-// 2^x up to an error of 2e-7 of it; below -100 the value there, which is lost beside the 1 of the largest logit.
+// 2^x up to an error of 2e-7 of it; below -100 the value there, which is lost beside the 1 of the
+// largest logit. NaN stays NaN.
 INLINE Floats power_of_2(Floats x) {
-  x = larger(x, repeated(-100));
+  x = larger(repeated(-100), x);
   const Ints n = rounded(x);
   const Floats r = x - converted(n);
   // Least squares of the relative error at Chebyshev's nodes of [-1/2, 1/2], exact at 0.
@@ -41,10 +49,19 @@ INLINE Ints seen(int64_t keys) {
   return index < (int32_t)keys;
 }
 
+constexpr float LOG2_E = 1.44269504f;
+
+// Exponentials of products times a number, the largest of which is `top`; of numbers without `products`.
+template <bool products>
+INLINE Floats weights(const int32_t* s, Floats factor, Floats top) {
+  if (products) return power_of_2(fused(converted(load<Ints>(s)), factor, -top));
+  return power_of_2((load<Floats>(s) - top) * LOG2_E);
+}
+
 // The exponentials of a panel's row of logits, of which `keys` are kept, and what they add up to.
+template <bool products>
 INLINE Floats weigh_panel(int32_t* s, Floats factor, Floats top, int64_t keys) {
-  Floats left = power_of_2(fused(converted(load<Ints>(s)), factor, -top));
-  Floats right = power_of_2(fused(converted(load<Ints>(s + LANES)), factor, -top));
+  Floats left = weights<products>(s, factor, top), right = weights<products>(s + LANES, factor, top);
   if (keys < COLUMNS) {
     left = (Floats)((Ints)left & seen(keys));
     right = (Floats)((Ints)right & seen(keys - LANES));
@@ -53,8 +70,18 @@ INLINE Floats weigh_panel(int32_t* s, Floats factor, Floats top, int64_t keys) {
   return left + right;
 }
 
-// Softmax of a row of logits without the division: the sum of `keys` exponentials, at least one; those of the other
-// panels' keys are zeros.
+// The same for a row of all panels; the sum of `keys` exponentials. Those of other keys are zeros.
+template <bool products>
+INLINE float weigh_row(int32_t* s, int64_t keys, int64_t panels, Floats factor, Floats top) {
+  const int64_t whole = keys / COLUMNS, rest = keys % COLUMNS;
+  Floats sum = {};
+  for (int64_t i = 0; i < whole; ++i) sum += weigh_panel<products>(s + i * PANEL, factor, top, COLUMNS);
+  if (rest) sum += weigh_panel<products>(s + whole * PANEL, factor, top, rest);
+  for (int64_t i = whole + (rest > 0); i < panels; ++i) std::memset(s + i * PANEL, 0, COLUMNS * 4);
+  return added_up(sum);
+}
+
+// Softmax of a row of logits without the division: the sum of exponentials.
 SIMD static float exponentials(int32_t* s, int64_t keys, int64_t panels, float logit_scale) {
   const int64_t whole = keys / COLUMNS, rest = keys % COLUMNS;
   Ints left = INT32_MIN - Ints{}, right = left;
@@ -66,13 +93,33 @@ SIMD static float exponentials(int32_t* s, int64_t keys, int64_t panels, float l
     left = larger(left, seen(rest) ? load<Ints>(s + whole * PANEL) : left);
     right = larger(right, seen(rest - LANES) ? load<Ints>(s + whole * PANEL + LANES) : right);
   }
-  const int32_t largest = largest_of(larger(left, right));
-  const Floats factor = repeated(logit_scale), top = factor * (float)largest;
-  Floats sum = {};
-  for (int64_t i = 0; i < whole; ++i) sum += weigh_panel(s + i * PANEL, factor, top, COLUMNS);
-  if (rest) sum += weigh_panel(s + whole * PANEL, factor, top, rest);
-  for (int64_t i = whole + (rest > 0); i < panels; ++i) std::memset(s + i * PANEL, 0, COLUMNS * 4);
-  return added_up(sum);
+  const Floats factor = repeated(logit_scale * LOG2_E);
+  return weigh_row<true>(s, keys, panels, factor, factor * (float)largest_of(larger(left, right)));
+}
+
+// The same with a row of a mask. Logits are natural ones: masks hold the lowest float32, which log2(e) would overflow.
+// Without a key that is not -inf, all exponentials and their sum are zeros.
+SIMD static float masked_exponentials(int32_t* s, const float* mask, int64_t keys, int64_t panels, float logit_scale) {
+  const Floats lowest = repeated(-INFINITY);
+  Floats top = lowest;
+  for (int64_t key = 0; key < keys; key += COLUMNS) {
+    int32_t* const at = s + key / COLUMNS * PANEL;
+    float last[COLUMNS];
+    const float* added = mask + key;
+    if (keys - key < COLUMNS) {
+      for (int i = 0; i < COLUMNS; i += LANES) store(last + i, lowest);
+      added = (const float*)std::memcpy(last, added, (keys - key) * 4);
+    }
+    for (int i = 0; i < COLUMNS; i += LANES) {
+      const Floats y = fused(converted(load<Ints>(at + i)), repeated(logit_scale), load<Floats>(added + i));
+      top = larger(top, y);
+      store(at + i, y);
+    }
+  }
+  float largest = top[0];
+  for (int i = 1; i < LANES; ++i) largest = top[i] > largest ? top[i] : largest;
+  if (largest == -INFINITY) keys = 0;
+  return weigh_row<false>(s, keys, panels, repeated(0), repeated(largest));
 }
 
 // Rows that are read soon: those of one head are too far apart for the processor to foresee.
@@ -130,10 +177,15 @@ struct Work {
            starts, [] {});
     const float logit_scale = x.q.scale[head * x.q.per_head] * x.k.scale[kv_head * x.k.per_head] * x.logit_scale;
     const float value_scale = x.v.scale[kv_head * x.v.per_head];
+    const float* const mask =
+        x.mask.at ? x.mask.at + batch % x.mask.batches * x.mask.batch + head * x.mask.head : nullptr;
     float scales[ROWS];
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t some = x.causal ? std::min(x.keys, first + r + 1) : x.keys;
-      scales[r] = value_scale / exponentials(logits.get() + r * COLUMNS, some, used, logit_scale);
+      int32_t* const s = logits.get() + r * COLUMNS;
+      const float sum = mask ? masked_exponentials(s, mask + (first + r) * x.mask.token, some, used, logit_scale)
+                             : exponentials(s, some, used, logit_scale);
+      scales[r] = sum == 0 ? 0 : value_scale / sum;
     }
     for (int64_t group = 0; group < groups; ++group) {
       float sums[ROWS * COLUMNS];
