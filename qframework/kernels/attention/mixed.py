@@ -7,8 +7,8 @@ Formula (QAttn eq. 15-18)::
     out = clamp(round(O / out_scale), -127, 127) as int8, or O rounded once to out_dtype
 
 Layout: as in ``qframework::sage_attention``. Scales are float32, one per tensor ``(1,)`` or per head ``(H, 1, 1)``.
-Reference: ``quantized_attention_ref``. CPU: without relative positions C++ (native.py), where ``int8_linear`` is C++ too,
-with a more exact P; else PyTorch's attention of the integers in float32.
+Reference: ``quantized_attention_ref``. CPU: without relative positions C++ (native.py) where ``int8_linear`` is, with a
+more exact P; else PyTorch's attention of the integers in float32.
 """
 
 from __future__ import annotations
