@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import qframework
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.export import load_package, to_package
+from qframework.kernels.linear.cpu import CpuChoice
 from qframework.quantizer import QFrameworkQuantizer, dynamic_int8, static_attention, static_int8
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,11 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-def test_another_process_computes_the_same_without_compiling(tmp_path: Path, fresh_dynamo: None) -> None:
+def test_another_process_computes_the_same_without_compiling(
+    tmp_path: Path, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed = sys.modules["qframework.kernels.attention.mixed"]  # as without a compiler, to the last digit
+    monkeypatch.setattr(mixed, "mixed_attention_choice", lambda: CpuChoice("torch", {}))
     torch.manual_seed(0)
     inputs = {"hidden": torch.randn(4, 9, 32), "mask": torch.ones(4, 9, dtype=torch.bool)}
     inputs["mask"][1, 5:] = False
