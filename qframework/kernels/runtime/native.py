@@ -15,7 +15,8 @@ from qframework.compat.cpp_compiler import load_cpp
 
 _AVX2 = "avx2,fma,f16c"
 _AVX512 = f"{_AVX2},avx512f,avx512bw,avx512vl,avx512dq"
-_AMX = f"{_AVX512},avx512vnni,amx-tile,amx-int8,amx-bf16"
+_AVX512_VNNI = f"{_AVX512},avx512vnni"
+_AMX = f"{_AVX512_VNNI},amx-tile,amx-int8,amx-bf16"
 _SHARED = ("vectors.h", "floats.h", "instructions.h", "tile.h", "pack.h")
 
 
@@ -39,10 +40,8 @@ class Instructions(NamedTuple):
 
 _VNNI = ("avx512_vnni", "avx512_bw", "avx512_vl", "avx512_dq")
 SETS = {
-    "amx": Instructions(
-        ("amx_int8", "amx_bf16", "amx_tile", *_VNNI), 512, 4, 1, f"{_AVX512},avx512vnni,amx-tile,amx-int8,amx-bf16"
-    ),
-    "vnni": Instructions(_VNNI, 512, 4, 0, f"{_AVX512},avx512vnni"),
+    "amx": Instructions(("amx_int8", "amx_bf16", "amx_tile", *_VNNI), 512, 4, 1, _AMX),
+    "vnni": Instructions(_VNNI, 512, 4, 0, _AVX512_VNNI),
     "avx512": Instructions((), 512, 2, 0, _AVX512),
     "avx2": Instructions((), 256, 2, 0, _AVX2),
 }
