@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qframework.kernels.attention import pipeline as module
 from qframework.kernels.attention.backward import BackwardArguments, _sage_attention_backward
-from qframework.kernels.attention.mixed import MIXED_ATTENTION
+from qframework.kernels.attention.mixed import _torch_attention
+from qframework.kernels.attention.mixed_arguments import MixedAttentionArguments
 from qframework.kernels.attention.row_bias import row_bias_ref, row_bias_triton
 from qframework.kernels.blocks.linear.block_linear import BLOCK_LINEAR
 from qframework.kernels.blocks.quantize import block_quantize
@@ -70,7 +71,7 @@ def float_values() -> None:
 def static_attention() -> None:
     q, k, v = (torch.randint(-127, 128, (1, 2, 40, 16), dtype=torch.int8) for _ in range(3))
     scale = torch.tensor([0.02])
-    MIXED_ATTENTION.cpu(q, k, v, scale, scale, scale, attn_mask=torch.randn(40, 40))
+    _torch_attention(MixedAttentionArguments(q, k, v, scale, scale, scale, attn_mask=torch.randn(40, 40)))
 
 
 def log_sum_exp() -> None:
