@@ -276,16 +276,16 @@ class _Memory(NamedTuple):
 
 
 def _memory_of(value: Any) -> set[int] | None:
-    tensors = [x for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) for x in _held(leaf)]
-    if value is None or any(map(why_not_plain, tensors)):  # another subclass may hide the tensors that it holds
+    held = [x for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) for x in _held(leaf)]
+    if value is None or any(not isinstance(x, Tensor) or why_not_plain(x) for x in held):  # may hide other tensors
         return None
-    return {memory_of(tensor) for tensor in tensors}
+    return {memory_of(tensor) for tensor in held}
 
 
-def _held(x: Tensor) -> Iterator[Tensor]:
-    """The tensors whose memory ``x`` is: those inside a subclass that says which it wraps, such as a BlockTensor."""
+def _held(x: Any) -> Iterator[Any]:
+    """``x``, or what it wraps, if it is of a subclass that names what it wraps, such as a BlockTensor."""
     if is_traceable_wrapper_subclass(x):
-        for name in x.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        for name in x.__tensor_flatten__()[0]:
             yield from _held(getattr(x, name))
     else:
         yield x

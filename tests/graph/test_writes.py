@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from qframework.compat.dispatch import memory_of
 from qframework.graph import writes
 from qframework.graph.writes import written_between, written_inputs
 
@@ -259,3 +260,24 @@ def test_calls_that_differ_are_run_apart():
     assert found[6] == []
     assert found[7] == [x]
     assert found[8] == [z]
+
+
+class Wrapping:
+    """Stands for a tensor subclass that names what it wraps."""
+
+    def __init__(self, *held):
+        self.names = [str(place) for place in range(len(held))]
+        self.__dict__.update(zip(self.names, held, strict=True))
+
+    def __tensor_flatten__(self):
+        return self.names, None
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_a_subclass_has_the_memory_of_what_it_wraps(opaque, monkeypatch):
+    """Unless it wraps something that is no tensor, which may hold any."""
+    monkeypatch.setattr(writes, "is_traceable_wrapper_subclass", lambda x: isinstance(x, Wrapping))
+    monkeypatch.setattr(writes, "Tensor", (torch.Tensor, Wrapping))
+    inside = Wrapping(Y, "opaque") if opaque else Wrapping(Y)
+    expected = None if opaque else {memory_of(X), memory_of(Y)}
+    assert writes._memory_of([Wrapping(X[:1], inside)]) == expected
