@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from demos.training_tasks import TextTask
-from qframework.kernels.blocks.format import BlockSize, block_shape, is_square, operand_size
+from qframework.kernels.blocks.format import BlockSize, block_shape, is_square, operand_size, transposed_size
 
 STEPS = 127  # on each side of zero
 Size = BlockSize | None  # None: not rounded
@@ -38,7 +38,7 @@ def rounded(x: Tensor, size: Size) -> Tensor:
 def turned(x: Tensor, size: Size) -> Tensor:
     """The rows of ``x`` as an operand of a product over rows, in other blocks where they are not square."""
     rows = x.reshape(-1, x.shape[-1])
-    return rounded(rows, size) if size is None or is_square(size) else rounded(rows.mT, operand_size(size)).mT
+    return rounded(rows, size) if size is None or is_square(size) else rounded(rows.mT, transposed_size(size)).mT
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ Operands are in blocks, and sums over blocks are in float32::
     dX = dY  W            W transposed
     dW = dY^T X           X was saved in INT8 in the forward pass
 
-Along the inner dimension, blocks must have the same length in both operands: W and all transposed tensors are in blocks
-of ``operand_size(block_size)``. Square blocks already are; others are dequantized and quantized again for dW.
+Along the inner dimension, blocks must have the same length in both operands: W is in blocks of
+``operand_size(block_size)``, both transposed operands of dW in blocks of ``transposed_size(block_size)``. Square blocks
+already are; others are dequantized and quantized again for dW.
 
 A float operand is read once for both of its products: W and a float X in the forward pass, which keeps the second form
 in INT8, a float dY in the backward pass.
@@ -30,6 +31,7 @@ from qframework.kernels.blocks.format import (
     CanonicalSize,
     check_block_size,
     operand_size,
+    transposed_size,
 )
 from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, wrap_blocks
 from qframework.training.function import Int8Function
@@ -88,7 +90,7 @@ class Int8LinearFunction(Int8Function):
             if x_scale is None:
                 x, x_scale = torch.ops.qframework.block_transpose(x.q, x.scale, ctx.block_size)
             left, right = ((x, x_scale), transposed) if ctx.conv1d else (transposed, (x, x_scale))
-            size = operand_size(ctx.block_size)
+            size = transposed_size(ctx.block_size)
             grad_weight, _ = torch.ops.qframework.block_linear(*left, *right, None, size, ctx.weight_dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)

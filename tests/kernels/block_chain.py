@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import qframework.training  # noqa: F401  registers the operators
-from qframework.kernels.blocks.format import BlockSize, block_shape, operand_size
+from qframework.kernels.blocks.format import BlockSize, block_shape, operand_size, transposed_size
 
 Step = tuple[str, tuple[Tensor, ...]]
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -46,7 +46,7 @@ class Chain:
     def steps(self) -> list[Step]:
         """Each step's name and results, in order."""
         ops, keep, size = torch.ops.qframework, self.keep, block_shape(self.block_size)
-        other = operand_size(self.block_size)
+        other, over_tokens = operand_size(self.block_size), transposed_size(self.block_size)
         self.made = []
         x = keep("quantize x", *ops.block_quantize(self.x, size))
         residual = keep("quantize residual", *ops.block_quantize(self.residual, size))
@@ -67,14 +67,14 @@ class Chain:
         w = keep("quantize fc2 both ways", *ops.block_quantize_both(self.fc2, other))[2:]
         dg = keep("dX of fc2", *ops.block_linear(*dy, *w, None, size, torch.int8))
         gt = keep("transpose gelu", *ops.block_transpose(*g, size))
-        keep("dW of fc2", ops.block_linear(dyt, dyt_scale, *gt, None, other, torch.float32)[0])
+        keep("dW of fc2", ops.block_linear(dyt, dyt_scale, *gt, None, over_tokens, torch.float32)[0])
         dh = keep("gelu backward", *ops.block_activation_backward(*dg, *h, "gelu_tanh", size))
         dht = keep("transpose dh", *ops.block_transpose(*dh, size))
         w = keep("quantize fc1 both ways", *ops.block_quantize_both(self.fc1, other))[2:]
         d = keep("dX of fc1", *ops.block_linear(*dh, *w, None, size, torch.int8))
         keep("dX of fc1 in 16 bit", ops.block_linear(*dh, *w, None, size, torch.bfloat16)[0])
         yt = keep("transpose y", *ops.block_transpose(*y, size))
-        keep("dW of fc1", ops.block_linear(*dht, *yt, None, other, torch.float32)[0])
+        keep("dW of fc1", ops.block_linear(*dht, *yt, None, over_tokens, torch.float32)[0])
         keep("sum of rows", ops.block_sum_rows(*dh, size))
         d = keep("layer_norm backward", *ops.block_layer_norm_backward(*d, *z, self.weight, mean, rstd, size))
         keep("add dy", *ops.block_add(*d[:2], *dy, size, False))

@@ -16,6 +16,7 @@ from qframework.kernels.blocks.format import (
     operand_size,
     quantize_blocks_ref,
     spread_scale,
+    transposed_size,
 )
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.linear import Conv1D, Int8Conv1D, Int8Linear
@@ -56,7 +57,7 @@ def blocks_of(x, block_size):
 
 
 def transposed_blocks_of(x, block_size):
-    """Like ``blocks_of`` for the transpose, in blocks of ``operand_size``; blocks are quantized again."""
+    """Like ``blocks_of`` for the transpose, in blocks of ``transposed_size``; blocks are quantized again."""
     if isinstance(x, BlockTensor):
         return torch.ops.qframework.block_transpose(x.q, x.scale, block_size)
     return torch.ops.qframework.block_quantize_both(x.detach(), block_size)[2:]
@@ -69,7 +70,7 @@ def in_blocks(x, block_size):
 
 def transposed_in_blocks(x, block_size):
     """The transpose of ``x``, as rows, after quantization, in FP64."""
-    return dequantize_blocks_ref(*transposed_blocks_of(x, block_size), operand_size(block_size)).double()
+    return dequantize_blocks_ref(*transposed_blocks_of(x, block_size), transposed_size(block_size)).double()
 
 
 def rows(x):
@@ -182,7 +183,7 @@ def rounding(blocks, shape, block_size):
 
 def rounding_of_transpose(t, block_size):
     """The same for the transpose of ``t (R, C)``, which is rounded twice if blocks are not square."""
-    last = rounding(transposed_blocks_of(t, block_size), (t.shape[1], t.shape[0]), operand_size(block_size))
+    last = rounding(transposed_blocks_of(t, block_size), (t.shape[1], t.shape[0]), transposed_size(block_size))
     if not isinstance(t, BlockTensor):
         return last
     most, square = (each.t() for each in rounding(blocks_of(t, block_size), t.shape, block_size))

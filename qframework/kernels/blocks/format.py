@@ -11,8 +11,8 @@ of qframework/numerics.py::
 
 A matrix product sums over a block's columns in INT8, so wide blocks are fast. With few rows in a block, few tokens
 share a scale, so a token with outliers costs few others accuracy. Blocks of (1, 128), the default, have both
-advantages, but their transpose must be quantized again, see ``operand_size``; square blocks keep their values, as in
-the paper.
+advantages, but their transpose must be quantized again, see ``transposed_size``; square blocks keep their values, as
+in the paper.
 
 Blocks at the edges may be incomplete: missing values count as zeros and are never stored. A block with NaN or infinity
 gets a NaN or infinite scale. Stochastic rounding adds uniform noise of one step and rounds down, so that the mean of
@@ -40,8 +40,9 @@ from qframework.kernels.runtime.launch import cdiv
 BlockSize = int | Sequence[int]  # B, or rows and columns
 CanonicalSize = int | tuple[int, int]  # what canonical_size returns
 BLOCK_SIZES: tuple[CanonicalSize, ...] = (32, 64, 128, (32, 128), (1, 128), (1, 256))
-_OPERANDS: tuple[CanonicalSize, ...] = ((32, 256),)  # sizes of operands alone, see operand_size
+_OPERANDS: tuple[CanonicalSize, ...] = ((32, 256),)  # sizes of operands alone, see transposed_size
 DEFAULT_BLOCK_SIZE: CanonicalSize = (1, 128)
+TOKENS = 256  # of a block of a transpose whose blocks had one row
 PaperName = Literal["jetfire"]
 _OF_PAPERS: dict[str, CanonicalSize] = {"jetfire": 32}
 
@@ -118,13 +119,25 @@ def is_square(block_size: BlockSize) -> bool:
 
 
 def operand_size(block_size: BlockSize) -> CanonicalSize:
-    """Block size of weights and transposed tensors, the other operand in a product with a tensor in ``block_size``.
+    """Block size of weights, the other operand in a product with a tensor in ``block_size``.
 
-    Both operands need blocks of the same length along the inner dimension. Square blocks have it, transposed or not.
-    With others, transposed tensors are quantized again, in blocks of 32 rows, whose scales take little memory.
+    Both operands need blocks of the same length along the inner dimension. Square blocks have it; with others, weights
+    are in blocks of 32 rows, whose scales take little memory.
     """
     rows, columns = block_shape(block_size)
     return rows if rows == columns else (32, columns)
+
+
+def transposed_size(block_size: BlockSize) -> CanonicalSize:
+    """Block size of the transpose of a tensor in ``block_size``.
+
+    Square blocks are transposed as they are. Others are quantized again, in blocks of 32 rows. A transposed weight
+    meets tensors in the size that it was quantized for, so its blocks keep their length. Transposed activations and
+    gradients, whose blocks have one row, only meet each other, in a product over tokens with a float result: their
+    blocks are 256 tokens long, which makes that product faster than 128.
+    """
+    rows, columns = block_shape(block_size)
+    return rows if rows == columns else (32, columns if rows > 1 else max(columns, TOKENS))
 
 
 def row_count(shape: torch.Size | tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ Formula (Jetfire eq. 1, range [-127, 127]), for every block of B x B values of `
 or, with a seed, ``q = clamp(floor(block * (1 / scale) + u), -127, 127)`` with u uniform in [0, 1), which is unbiased.
 ``block_quantize_both`` computes the blocks and their transpose in one pass over ``x``, for a gradient that enters two
 products, which both need operands with the inner dimension innermost. The transpose of square blocks has the same
-values and the transposed scales. Other blocks are quantized again, in blocks of ``operand_size``:
+values and the transposed scales. Other blocks are quantized again, in blocks of ``transposed_size``:
 ``block_quantize_both`` quantizes the transpose of ``x``, ``block_transpose`` that of the dequantized blocks.
 ``block_transpose_sum`` also sums the rows, for the gradients of a weight and of a bias in one pass over the blocks.
 
@@ -30,9 +30,9 @@ from qframework.kernels.blocks.format import (
     check_operand_size,
     dequantize_blocks_ref,
     is_square,
-    operand_size,
     quantize_blocks_ref,
     row_count,
+    transposed_size,
 )
 from qframework.kernels.blocks.primitives import (
     load_scales,
@@ -136,7 +136,7 @@ class BlockTransposeSumArguments(BlockTransposeArguments):
 
 
 def _empty_transpose(x: Tensor, block_size: BlockSize) -> Blocks:
-    return empty_blocks(x, operand_size(block_size), (x.shape[-1], row_count(x.shape)))
+    return empty_blocks(x, transposed_size(block_size), (x.shape[-1], row_count(x.shape)))
 
 
 def block_quantize_ref(args: BlockQuantizeArguments) -> Blocks:
@@ -161,7 +161,7 @@ def block_transpose_ref(args: BlockTransposeArguments) -> Blocks:
     shape = row_count(args.q.shape), args.q.shape[-1]
     if not is_square(args.block_size):
         rows = dequantize_blocks_ref(args.q, args.scale, args.block_size).reshape(shape)
-        return quantize_blocks_ref(rows.t(), operand_size(args.block_size))
+        return quantize_blocks_ref(rows.t(), transposed_size(args.block_size))
     q, scale = args.q.reshape(shape).t(), args.scale.t()
     # A copy, because contiguous() of a single row or column returns the operand itself.
     return q.clone(memory_format=torch.contiguous_format), scale.clone(memory_format=torch.contiguous_format)
@@ -181,7 +181,7 @@ def block_quantize_both_ref(args: BlockQuantizeBothArguments) -> BothBlocks:
         return q, scale, *block_transpose_ref(BlockTransposeArguments(q, scale, args.block_size))
     rows = row_count(q.shape), q.shape[-1]
     noise_t = None if noise is None else noise.reshape(rows).t()
-    return q, scale, *quantize_blocks_ref(args.x.reshape(rows).t(), operand_size(args.block_size), noise_t)
+    return q, scale, *quantize_blocks_ref(args.x.reshape(rows).t(), transposed_size(args.block_size), noise_t)
 
 
 @triton.jit
@@ -334,13 +334,14 @@ def tile_of(
     one of the two.
     """
     rows, columns = shape
-    block = block_shape(block_size)
-    large = transposed and block[1] > 128
-    tile_m = max(block[1] if transposed and not (large and upright) else block[0], 64)
-    tile_n = 64 if large and not upright else max(block[1], min(power_of_2(columns), 64))
+    block, turned = block_shape(block_size), block_shape(transposed_size(block_size))
+    large = transposed and turned[1] > 128
+    tile_m = max(turned[1] if transposed and not (large and upright) else block[0], 64)
+    across = max(block[1], turned[1]) if large else block[1]
+    tile_n = 64 if large and not upright else max(across, min(power_of_2(columns), 64))
     constants: dict[str, Any] = {"BLOCK": block}
     if transposed:
-        constants["BLOCK_T"] = block_shape(operand_size(block_size))
+        constants["BLOCK_T"] = turned
     constants |= {"TILE_M": tile_m, "TILE_N": tile_n, "num_warps": max(tile_m * tile_n // 2048, 1)}
     down = cdiv(rows, tile_n) * 2 * (tile_n // tile_m) if large and upright else cdiv(rows, tile_m)
     return (down, cdiv(columns, tile_n)), constants
@@ -452,8 +453,8 @@ def block_quantize_both(
 ) -> BothBlocks:
     """``block_quantize`` of ``x`` and of its transpose in one pass: ``(q, scale, q^T, scale^T)``.
 
-    With square blocks the second pair is the transpose of the first; with others it is in blocks of ``operand_size``,
-    (32, 128) or (32, 256).
+    With square blocks the second pair is the transpose of the first; with others it is in blocks of
+    ``transposed_size``: (32, 256), or (32, 128) for an ``x`` in blocks of (32, 128).
     """
     return torch.ops.qframework.block_quantize_both(x, block_size, seed)
 

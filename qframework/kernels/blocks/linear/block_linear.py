@@ -70,7 +70,7 @@ def block_linear(
         a: ``(..., K)`` int8, contiguous.
         a_scale: ``(ceil(R / B), ceil(K / B))`` fp32 for the R rows of ``a``, dequantizes ``a``.
         b: ``(N, K)`` int8, contiguous.
-        b_scale: ``(ceil(N / B), ceil(K / B))`` fp32, dequantizes ``b``, whose blocks are those of ``block_transpose``.
+        b_scale: ``(ceil(N / B), ceil(K / B))`` fp32, dequantizes ``b``, which is in blocks of ``operand_size``.
         bias: ``(N,)`` fp32, fp16 or bf16.
         block_size: of ``a`` and the result: 32, 64, 128, (32, 128), (1, 128) or (1, 256); for a float result also
             (32, 256). The INT8 sums along K run over the columns of a block; more columns are faster.
