@@ -3,11 +3,14 @@
     python -m benchmarks.pretrained_front times --output TIMES.json                    on a GPU, random weights
     python -m benchmarks.pretrained_front search --times TIMES.json --output FRONT.json      on a CPU, trained weights
     python -m benchmarks.pretrained_front whole --front FRONT.json --output WHOLE.json  on a GPU, random weights
+    python -m benchmarks.pretrained_front recipes --choices CHOICES.json --output SPEEDS.json    the same, of recipes
 
 Speed does not depend on the values of weights, so that the GPU needs no trained ones: ``times`` measures every kind of
 layer in every choice, and ``search`` runs ``tune`` with these times and correspondences as the metric. Speeds of the
 search are estimates: the float model's time with those of its layers replaced. ``whole`` compiles and times the float
-model, the uniform configurations and the front under CUDA graphs.
+model, the uniform configurations and the front under CUDA graphs. ``recipes`` times plain static INT8 and what recipes
+chose for trained weights: inputs with scales per token or zero points, layers in float, attention with scales per head.
+What recipes move into weights is left out, and margins, which cost nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +39,15 @@ from qframework.conversion.exported import export_model, quantize_exported
 from qframework.errors import FileFormatError, QFrameworkError
 from qframework.evaluation.speed import throughput
 from qframework.files import write_json
+from qframework.quantizer import (
+    ActivationConfig,
+    LinearConfig,
+    QFrameworkQuantizer,
+    QuantizationConfig,
+    dynamic_int8,
+    static_attention,
+    static_int8,
+)
 from qframework.tuning import tune
 from qframework.tuning.assignment import Assignment
 from qframework.tuning.journal import Journal
@@ -147,6 +160,47 @@ def whole(settings: Settings, device: str, wanted: Mapping[str, Assignment], lim
     return found
 
 
+def chosen_by(recipe: Mapping[str, Mapping[str, str]]) -> QFrameworkQuantizer:
+    """Static INT8 with what a recipe chose, ``{"activations": {layer: name}, "attention": {layer: name}}``."""
+    quantizer = QFrameworkQuantizer().set_global(QuantizationConfig(static_int8(), static_attention()))
+    for layer, name in recipe.get("attention", {}).items():
+        if name.startswith("per_head"):
+            quantizer.set_module_name(layer, static_attention("per_head"))
+    zero_point = LinearConfig(ActivationConfig(symmetric=False))
+    configs = {"dynamic": dynamic_int8(), "float": None, "zero_point": zero_point}
+    for layer, name in recipe.get("activations", {}).items():
+        kind = name.partition(" ")[0]
+        if kind in configs:
+            quantizer.set_module_name(layer, configs[kind])
+    return quantizer
+
+
+@torch.no_grad()
+def recipe_speeds(
+    settings: Settings, device: str, choices: Mapping[str, Any], limit: float, turns: int = 5
+) -> dict[str, list[float]]:
+    """Images per second of plain static INT8 and each choice, measured in turns; none is compiled after ``limit`` s."""
+    begun = time.monotonic()
+    model, images = _on(settings, device)
+    exported = export_model(model, images)
+    calls: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, chosen in ({"static + attention": {}} | dict(choices)).items():
+        if time.monotonic() - begun < limit:
+            quantized = quantize_exported(copy.deepcopy(exported), chosen_by(chosen), [images[:_BATCH]])
+            calls[name] = _compiled(quantized, {"attention": "off"}, device)
+            throughput(calls[name], images, repeats=1)  # compiles
+            print(f"{name}: compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            found[name].append(throughput(call, images, repeats=50 if device == "cuda" else 1))
+    plain = statistics.median(found["static + attention"])
+    for name, speeds in found.items():
+        speed = statistics.median(speeds)
+        print(f"{name}: {speed:.0f} images/s, {100 * (plain / speed - 1):+.1f} percent of time", flush=True)
+    return found
+
+
 def _on(settings: Settings, device: str) -> tuple[nn.Module, Tensor]:
     dtype = torch.float16 if device == "cuda" else torch.float32
     images = torch.randn(settings.batch, 3, settings.size, settings.size, device=device, dtype=dtype)
@@ -254,13 +308,16 @@ def read(path: Path, step: str) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """One step, or with ``--smoke`` all of them on a tiny model; returns the exit status."""
     parser = argument_parser("pretrained_front", __doc__, "document")
-    parser.add_argument("step", nargs="?", choices=("times", "search", "whole"), default="times")
+    parser.add_argument("step", nargs="?", choices=("times", "search", "whole", "recipes"), default="times")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--times", type=Path, help="of the step times, for search")
     parser.add_argument("--front", type=Path, help="of the step search, for whole")
+    parser.add_argument("--choices", type=Path, help="for recipes: what recipes chose, by name")
     parser.add_argument("--max-drop", type=float, default=8.0, help="points of correspondences (default: 8)")
     parser.add_argument("--journal", type=Path, help="for search: resumes what this file holds")
-    parser.add_argument("--limit", type=float, default=60.0, help="for whole: seconds after which no case is begun")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="for whole, recipes: seconds after which no case is begun"
+    )
     parser.add_argument("--threads", type=int, default=1, help="for search: float sums depend on it (default: 1)")
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
@@ -271,6 +328,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = times(FULL, given.device)
         elif given.step == "search":
             found = search(FULL, read(given.times, "times"), given.max_drop, given.journal)
+        elif given.step == "recipes":
+            choices = read(given.choices, "choices")["choices"]
+            found = {"batch": BATCH, "images_per_second": recipe_speeds(FULL, given.device, choices, given.limit)}
         else:
             found = {
                 "images_per_second": whole(FULL, given.device, wanted_whole(read(given.front, "search")), given.limit)
@@ -293,6 +353,8 @@ def _smoke() -> dict[str, Any]:
         choices.update({choice: 0.1 + 0.01 * len(choice) for choice in choices}, float=1.0)
     found = search(SMOKE, stored, 1.0, None)
     found["images_per_second"] = whole(SMOKE, "cpu", wanted_whole(found), 10.0)
+    some = {"activations": {"model.blocks.0.mlp.fc2": "float", "model.blocks.1.mlp.fc2": "zero_point + 0.2"}}
+    found["recipes"] = recipe_speeds(SMOKE, "cpu", {"some": some}, 10.0, turns=1)
     return found
 
 

@@ -58,6 +58,8 @@ def load(folder: Path) -> Front | None:
     found: dict[str, list[dict[str, Any]]] = {step: [] for step in steps}
     for path in sorted(folder.glob("*.json")):
         step = json.loads(path.read_text()).get("step")
+        if step in ("choices", "recipes"):
+            continue
         document = read(path, step if step in steps else "search")
         if not document["smoke"]:
             found[document["step"]].append(document)
