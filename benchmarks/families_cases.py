@@ -19,6 +19,8 @@ _SMALL = {  # sizes of a transformers configuration in a smoke run, by the names
     "num_hidden_layers": 1, "num_layers": 1, "encoder_layers": 1, "num_attention_heads": 2, "num_heads": 2,
     "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "d_kv": 32,
     "vocab_size": 99, "max_source_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2,
+    "dim": 64, "hidden_dim": 128, "n_layers": 1, "n_heads": 2, "ffn_dim": 128, "word_embed_proj_dim": 64,
+    "num_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
 _SMALL_IMAGE, _SMALL_MODEL = 160, "test_vit"
 _SMALL_TOKENS = 24
