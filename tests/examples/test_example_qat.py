@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from qframework.evaluation import digits_vit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qat_digits.py"
 
@@ -24,9 +27,12 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_training_recovers_the_loss_of_static_int8(tmp_path: Path) -> None:
+def test_training_recovers_the_loss_of_static_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the example's epochs in float and half of those with fake quantization are enough to see it."""
+    short = replace(digits_vit.SIZES["small"], epochs=10, batch_size=16, learning_rate=1e-3, shifted=0.5)
+    monkeypatch.setitem(digits_vit.SIZES, "small", short)
     example = load_example()
-    full, lost, trained = example.run(example.parse_arguments(["--build", str(tmp_path)])).values()
+    full, lost, trained = example.run(example.parse_arguments(["--build", str(tmp_path), "--epochs", "4"])).values()
     assert full > 95
     assert lost < full - 10
     assert trained > full - 0.3 * (full - lost)
