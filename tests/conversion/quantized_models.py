@@ -20,7 +20,7 @@ class MLP(nn.Module):
 
 def vit() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return timm.create_model("test_vit").eval(), torch.randn(2, 3, 160, 160)
+    return timm.create_model("test_vit", depth=2).eval(), torch.randn(2, 3, 160, 160)
 
 
 def bert() -> tuple[nn.Module, dict[str, Tensor]]:

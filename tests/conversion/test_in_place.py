@@ -83,7 +83,7 @@ def test_a_vision_transformer(config) -> None:
     reference = model(images)
     same = _quantize(model, config, images)
     assert same is model
-    assert len(quantized(model)) == 25
+    assert len(quantized(model)) == 9
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
     assert numerics.sqnr_db(reference, model(images)) > 20
     assert not conversion.fallbacks
@@ -96,7 +96,7 @@ def test_compiled_models_are_fused_and_agree_with_eager(config) -> None:
     model, images = vit()
     eager = _quantize(model, config, images)(images)
     report = qframework.explain(model, (images,))
-    assert report.lowered == report.total == 25
+    assert report.lowered == report.total == 9
     operators = {layer.name: layer.operator for layer in report.layers}
     int8_out = ", int8 out" if not config.activation.dynamic else ""
     assert operators["blocks.0.mlp.fc1"] == f"qframework::int8_linear (gelu{int8_out})"
