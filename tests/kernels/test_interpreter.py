@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import interpreter
@@ -9,7 +10,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction, ReduceOps
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as triton_interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterOptions, ReduceOps
 
 pytestmark = pytest.mark.interpreter
 
@@ -70,3 +73,35 @@ def test_reductions_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None
     for mine, its in zip(ours, tritons, strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=0, equal_nan=True)
     assert ours[0].isnan().sum() == 1
+
+
+@triton.jit
+def _sums(x_ptr, y_ptr, sum_ptr, product_ptr, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    x, y = tl.load(x_ptr + places), tl.load(y_ptr + places)
+    tl.store(sum_ptr + places, x + y)
+    tl.store(product_ptr + places, x * y)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.float16, torch.float32])
+def test_sums_and_products_are_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of integers that overflow too: Triton drops what it finds about them, and it would still be asked for it."""
+    x, y = (torch.randint(-100, 101, (64,)).mul(2**24 if dtype == torch.int32 else 1).to(dtype) for _ in range(2))
+
+    def results() -> list[torch.Tensor]:
+        both = [torch.empty_like(x) for _ in range(2)]
+        _sums[(1,)](x, y, *both, SIZE=64)
+        return both
+
+    ours = results()
+    monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", interpreter.CHECK_OF_TRITON)
+    monkeypatch.setattr(triton_interpreter, "_get_np_dtype", interpreter.DTYPE_OF_TRITON)
+    assert all(map(torch.equal, ours, results()))
+    assert torch.equal(ours[0], x + y)
+    assert not InterpreterOptions().debug
+    checked = []
+    monkeypatch.setattr(interpreter, "CHECK_OF_TRITON", lambda *given: checked.append(given))
+    for debug in (False, True):
+        semantic = SimpleNamespace(builder=SimpleNamespace(options=SimpleNamespace(debug=debug)))
+        interpreter.check_of_overflow(semantic, x, y, None)
+        assert len(checked) == debug
