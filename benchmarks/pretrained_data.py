@@ -10,6 +10,7 @@ import ast
 import random
 import sysconfig
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +108,7 @@ def _sources() -> Sequence[Path]:
     return sorted(path for path in folder.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))
 
 
+@cache
 def _docstrings_of(path: Path) -> list[str]:
     """The docstrings of functions and classes in a source file, each once."""
     try:
