@@ -99,6 +99,7 @@ def test_compiled_without_graph_breaks(name: str, block_size: CanonicalSize, fre
 
 
 @pytest.mark.slow
+@pytest.mark.sample(4 / 7)
 @pytest.mark.parametrize(
     ("name", "block_size", "training"),
     [*((name, 32, training) for name in MODELS for training in (True, False)), ("gpt2", (1, 128), True)],
@@ -328,6 +329,7 @@ def sharded_block_by_block(name: str, model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("wrap", [in_ddp, in_ddp_block_by_block, in_ddp_checkpointed, sharded, sharded_block_by_block])
 @each_case
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -176,6 +176,7 @@ PROBLEMS += [
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize(("width", "kind"), [(64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16")])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp"])
@@ -201,6 +202,7 @@ def test_compiles_with_a_mask(width, variant, tmp_path) -> None:
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("width", [64, 80, 128])
 @pytest.mark.parametrize("variant", ["sage2_int8", "8-per_block-fp8-fp32", "8-per_thread-fp16-fp32"])
@@ -213,6 +215,7 @@ def test_compiles_with_scales_per_thread_and_fp8_values(variant, width, causal, 
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
 @pytest.mark.parametrize("variant", ["unquantized", "integer_exp"])
@@ -221,6 +224,7 @@ def test_compiles_for_packed_sequences(variant, width, causal, tmp_path) -> None
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @pytest.mark.parametrize("width", [80, 96, 160, 192, 256])
 def test_compiles_for_other_widths(width, masked, tmp_path) -> None:
