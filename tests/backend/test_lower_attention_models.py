@@ -44,6 +44,7 @@ def build(name):
     return model, torch.randn(2, 3, kwargs["img_size"], kwargs["img_size"])
 
 
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("dialect", ["functional", "aten"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_attention_becomes_one_call(name, dialect, fused):

@@ -48,8 +48,15 @@ def test_quantize_options_reach_the_quantizer() -> None:
     assert rule["config"]["activation"]["granularity"] == "per_tensor"
 
 
-@pytest.mark.parametrize("scales", ["--static", "--dynamic"])
-@pytest.mark.parametrize("attention", ["static", "sage_b"])
+@pytest.mark.parametrize(
+    ("attention", "scales"),
+    [
+        ("static", "--static"),
+        ("sage_b", "--dynamic"),
+        pytest.param("static", "--dynamic", marks=pytest.mark.full),
+        pytest.param("sage_b", "--static", marks=pytest.mark.full),
+    ],
+)
 def test_quantize_attention(attention: str, scales: str) -> None:
     result = run_json("quantize", "digits", scales, "--attention", attention, "--output", "a.pt2", "--batches", "2")
     assert result["lowered_attentions"] == result["attentions"] == TINY.depth
