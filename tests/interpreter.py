@@ -12,6 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterError, Re
 
 REDUCE_OF_TRITON, CALL_OF_TRITON = ReduceOps.generic_reduce, InterpretedFunction.__call__
 CHECK_OF_TRITON, DTYPE_OF_TRITON = TritonSemantic.binary_op_sanitize_overflow_impl, triton_interpreter._get_np_dtype
+TYPE_OF_TRITON, TENSOR_OF_TRITON = tl.block_type.__init__, tl.tensor.__init__
 
 
 def make_faster() -> None:
@@ -20,6 +21,8 @@ def make_faster() -> None:
     InterpretedFunction.__call__ = call_device_function
     TritonSemantic.binary_op_sanitize_overflow_impl = check_of_overflow
     triton_interpreter._get_np_dtype = numpy_dtype
+    tl.block_type.__init__ = init_block_type
+    tl.tensor.__init__ = init_tensor
 
 
 def reduce_by_slices(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
@@ -78,3 +81,30 @@ def numpy_dtype(dtype: Any) -> np.dtype:
     if scalar.name not in _DTYPES:
         _DTYPES[scalar.name] = DTYPE_OF_TRITON(scalar)
     return _DTYPES[scalar.name]
+
+
+_TYPES: dict[tuple[Any, ...], dict[str, Any]] = {}
+_SHAPES: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def init_block_type(block: Any, element: Any, shape: Any) -> None:
+    """The type of a block, which each operation makes anew: what equal ones hold is computed once."""
+    key = (element.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
+    known = _TYPES.get(key)
+    if known is None or element.is_ptr():
+        TYPE_OF_TRITON(block, element, shape)
+        _TYPES[key] = dict(vars(block))
+    else:
+        vars(block).update(known)
+
+
+def init_tensor(tensor: Any, handle: Any, type: Any) -> None:
+    """A tensor; what depends on its shape alone is computed once."""
+    sizes = tuple(type.shape) if type.is_block() else ()
+    known = _SHAPES.get(sizes)
+    if known is None:
+        TENSOR_OF_TRITON(tensor, handle, type)
+        _SHAPES[sizes] = tensor.shape, tensor.numel
+    else:
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = known

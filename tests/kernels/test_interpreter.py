@@ -96,6 +96,8 @@ def test_sums_and_products_are_those_of_triton(dtype: torch.dtype, monkeypatch: 
     ours = results()
     monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", interpreter.CHECK_OF_TRITON)
     monkeypatch.setattr(triton_interpreter, "_get_np_dtype", interpreter.DTYPE_OF_TRITON)
+    monkeypatch.setattr(tl.block_type, "__init__", interpreter.TYPE_OF_TRITON)
+    monkeypatch.setattr(tl.tensor, "__init__", interpreter.TENSOR_OF_TRITON)
     assert all(map(torch.equal, ours, results()))
     assert torch.equal(ours[0], x + y)
     assert not InterpreterOptions().debug
@@ -105,3 +107,22 @@ def test_sums_and_products_are_those_of_triton(dtype: torch.dtype, monkeypatch: 
         semantic = SimpleNamespace(builder=SimpleNamespace(options=SimpleNamespace(debug=debug)))
         interpreter.check_of_overflow(semantic, x, y, None)
         assert len(checked) == debug
+
+
+@pytest.mark.parametrize("shape", [[4, 8], [tl.constexpr(4), 8], tl.tuple([4, 8])], ids=str)
+@pytest.mark.parametrize("element", [tl.float16, tl.pointer_type(tl.int8)], ids=str)
+def test_types_and_tensors_are_those_of_triton(element: Any, shape: Any) -> None:
+    """The first and the second of a shape."""
+    wanted = object.__new__(tl.block_type)
+    interpreter.TYPE_OF_TRITON(wanted, element, shape)
+    whole = object.__new__(tl.tensor)
+    interpreter.TENSOR_OF_TRITON(whole, "handle", wanted)
+    for _ in range(2):
+        found = tl.block_type(element, shape)
+        assert found == wanted
+        assert (found.name, found.numel) == (wanted.name, wanted.numel)
+        tensor = tl.tensor("handle", found)
+        assert vars(tensor).keys() == vars(whole).keys()
+        assert [size.value for size in tensor.shape] == [size.value for size in whole.shape] == [4, 8]
+        assert (tensor.handle, tensor.numel.value, tensor.dtype, tensor.type) == ("handle", 32, element, wanted)
+    assert len(tl.tensor("handle", element).shape) == 0
