@@ -11,10 +11,7 @@ The candidates are the configured observer, min-max, the 99.99th percentile, the
 range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Errors
 come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
 found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
-the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget. Where
-that gains more for its cost, their layers stay in float, which removes all of their error: a narrow product such as
-``fc2`` of a ViT-S takes little longer in float than its input takes to be quantized per token, that of a ViT-L twice as
-long.
+the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
 
 Where channels were scaled to equal ranges, each of them ends where calibration data did, and other data exceeds many:
 clipping then makes more error than rounding. A margin for ranges from extremes is found by the error of the layer's own
@@ -25,7 +22,6 @@ likely to go need little more than that.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +34,7 @@ from qframework.graph.nodes import fake_value, linear_call
 from qframework.numerics import MIN_AMAX, affine_parameters, dynamic_scale, scale_from_amax
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
-from qframework.quantizer.channel_scales import LOPSIDED, is_channel_scale, unscale_channels
+from qframework.quantizer.channel_scales import LOPSIDED, is_channel_scale
 from qframework.quantizer.channel_statistics import channel_statistics
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.hadamard_inputs import Transform, behind_norms, can_turn, is_norm
@@ -55,7 +51,7 @@ from qframework.quantizer.output_error import (
     relative_error,
     typical_error,
 )
-from qframework.quantizer.quantizer import QFrameworkQuantizer, keep_in_float, layer_name, override_config
+from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name, override_config
 
 _PERCENTILE = 99.99
 # A zero point must reduce the error at the output by this share, clipping by another, since the errors come from few
@@ -70,12 +66,6 @@ _DYNAMIC_GAIN = 0.005
 # ViT-S with 65,792 tokens on an H100, for each input (other/2026-11-26-h100-dynamic_costs.json): 8.6 us behind a norm
 # and 38 us behind attention, both of 384 channels; 90 to 108 us behind GELU, of 1,536.
 _BEHIND_NORM = 0.25
-# What a layer in float costs in the same unit: a part of each input and output of the product, which takes longer; a
-# part of each input, which the layer before writes in 16 bit; and of each output, on which residuals, activations and
-# quantization take a pass of their own. With 16,448 rows on an H100 (accuracy/front/2026-11-26-h100-times.json), where
-# 1,000 channels take 16 us, products of 384 x 384 take 3.3 us longer in float, 384 x 1,152 11.9 us, 384 x 1,536 and
-# 1,536 x 384 14.2 and 12.4 us. The other two are those of 3 TB/s, where a quantization moves 3 bytes a channel.
-_FLOAT_PRODUCT, _FLOAT_INPUT, _FLOAT_OUTPUT = 1 / 700, 1 / 3, 4 / 3
 _OBSERVERS: dict[str, ActivationConfig] = {
     "minmax": ActivationConfig(),
     "percentile": ActivationConfig(observer="percentile", observer_args={"percentile": _PERCENTILE}),
@@ -91,7 +81,6 @@ _MARGINS_OF_REACHES = (0.0, 0.1, 0.2, 0.3, 0.5)
 _LARGEST_GROWTH = 4.0
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
 _CANDIDATES = {**_OBSERVERS, _ZERO_POINT: ActivationConfig(symmetric=False), "dynamic": _DYNAMIC}
-_FLOAT = "float"
 
 
 @dataclass
@@ -105,7 +94,6 @@ class _Group:
     errors: dict[str, float]
     turns: bool = False  # transformed if dynamic (hadamard_inputs.py)
     behind_norm: bool = False
-    rows: int = 1  # of the examples, so that costs of layers with different numbers of tokens compare
     margins: dict[str, float] = field(default_factory=dict)  # by candidate, those that are not 0
 
     @property
@@ -131,19 +119,9 @@ class _Group:
         return int(fake.shape[-1]) if fake is not None else 0
 
     @property
-    def outputs(self) -> int:
-        """Channels of all linears."""
-        fakes = [fake_value(node) for node in self.linears]
-        return sum(int(fake.shape[-1]) for fake in fakes if fake is not None)
-
-    def cost(self, name: str) -> float:
-        """Of ``"dynamic"`` or ``"float"`` at run time, in channels that a pass of its own reads; nothing for others."""
-        if name == "dynamic":
-            return self.rows * self.width * (_BEHIND_NORM if self.behind_norm else 1.0)
-        if name == _FLOAT:
-            product = _FLOAT_PRODUCT * self.width * self.outputs
-            return self.rows * (product + _FLOAT_INPUT * self.width + _FLOAT_OUTPUT * self.outputs)
-        return 0.0
+    def cost(self) -> float:
+        """Of a dynamic scale at run time, in channels that a pass of its own reads."""
+        return self.width * (_BEHIND_NORM if self.behind_norm else 1.0)
 
 
 def choose_activations(
@@ -156,7 +134,6 @@ def choose_activations(
     margins: bool = False,
     reach: bool = False,
     dynamic_share: float = 0.0,
-    float_layers: bool = False,
     hadamard: bool = False,
     batches: int | None = None,
     judge: Callable[[], float] | None = None,
@@ -177,15 +154,14 @@ def choose_activations(
             from there.
         dynamic_share: dynamic inputs may have at most this share of what dynamic scales would cost at run time if all
             groups had them: a pass of its own over the channels, of which an input behind a norm costs a quarter.
-        float_layers: whether layers may stay in float within this budget.
         hadamard: whether dynamic inputs will be transformed as in qframework/quantizer/hadamard_inputs.py.
         batches: use only this many batches.
         judge: measures the error of the output with everything quantized. The observers, or the whole choice, are
             dropped if it is smaller without: errors of clipping, which have a direction, do not just add up.
 
     Returns:
-        ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` (min-max with one), ``"dynamic"`` or ``"float"`` for
-        each layer that does not keep its configuration; with a margin such as ``"zero_point + 0.2"``, or ``"+ 0.2"``.
+        ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` (min-max with one) or ``"dynamic"`` for each layer
+        that does not keep its configuration; with a margin such as ``"zero_point + 0.2"``, or ``"+ 0.2"``.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
@@ -206,11 +182,10 @@ def choose_activations(
         _widen(exported, groups, fitted, first_examples(exported, judged, 2 * _EXAMPLES), reach)
     example = first_examples(exported, judged or fitted, _EXAMPLES)
     _measure(exported, groups, example, dynamic=dynamic_share > 0)
-    propose = functools.partial(_proposal, groups, dynamic_share, float_layers)
-    proposals = [propose(allowed)]
+    proposals = [_proposal(groups, dynamic_share, allowed)]
     if judge is None:
-        return _chosen(exported, groups, quantizer, proposals[0])
-    proposals += [propose(fewer) for fewer in (harmless, set()) if fewer < allowed]
+        return _apply(groups, quantizer, proposals[0])
+    proposals += [_proposal(groups, dynamic_share, fewer) for fewer in (harmless, set()) if fewer < allowed]
     errors = {-1: judge()}
     for i, proposal in enumerate(proposals):
         if proposal:
@@ -218,24 +193,15 @@ def choose_activations(
             errors[i] = judge()
             _apply(groups, quantizer, {})
     best = min(errors, key=lambda i: errors[i])
-    return _chosen(exported, groups, quantizer, proposals[best]) if best >= 0 else {}
+    return _apply(groups, quantizer, proposals[best]) if best >= 0 else {}
 
 
-def _proposal(groups: list[_Group], dynamic_share: float, float_layers: bool, allowed: set[str]) -> dict[int, str]:
+def _proposal(groups: list[_Group], dynamic_share: float, allowed: set[str]) -> dict[int, str]:
     """The choice for each group that does not keep its configuration, by its place, among ``allowed`` candidates."""
     best = [group.best(allowed) for group in groups]
+    dynamic = _most_harmful(groups, dynamic_share, best)
     chosen = {i: name for i, name in enumerate(best) if name or groups[i].margins.get(name)}
-    return chosen | _most_harmful(groups, dynamic_share, float_layers, best)
-
-
-def _chosen(
-    exported: GraphModule, groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[int, str]
-) -> dict[str, str]:
-    """Record the final choice; layers in float no longer read products with scales of channels."""
-    chosen = _apply(groups, quantizer, proposal)
-    for node in (node for i, name in proposal.items() if name == _FLOAT for node in groups[i].linears):
-        unscale_channels(exported, node)
-    return chosen
+    return chosen | dict.fromkeys(dynamic, "dynamic")
 
 
 def _apply(groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[int, str]) -> dict[str, str]:
@@ -244,10 +210,7 @@ def _apply(groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[
     for i, group in enumerate(groups):
         for node in group.linears:
             override_config(node, None)
-            if proposal.get(i) == _FLOAT:
-                keep_in_float(node)
-                chosen[layer_name(node)] = _FLOAT
-            elif i in proposal:
+            if i in proposal:
                 activation, name = group.activation(proposal[i])
                 config = quantizer.config_for(node)
                 assert isinstance(config, LinearConfig)
@@ -270,35 +233,20 @@ def _groups(exported: GraphModule, quantizer: QFrameworkQuantizer) -> list[_Grou
     return list(found.values())
 
 
-def _most_harmful(groups: list[_Group], share: float, float_layers: bool, best: list[str]) -> dict[int, str]:
-    """The groups that scales per token, or staying in float, help most for their cost within the budget, by place.
-
-    A group that is dynamic may become float later, if that still gains more for what it costs more than others do.
-    """
-    errors = [
-        {name: group.errors[name], **_exact(group, float_layers)} for group, name in zip(groups, best, strict=True)
-    ]
-    least = _DYNAMIC_GAIN * sum(each[name] for each, name in zip(errors, best, strict=True))
-    budget = share * sum(group.cost("dynamic") for group in groups)
-    chosen = dict(enumerate(best))
-    while True:
-        steps = {}
-        for i, group in enumerate(groups):
-            for name in errors[i]:
-                cost, gain = group.cost(name) - group.cost(chosen[i]), errors[i][chosen[i]] - errors[i][name]
-                if 0 < cost <= budget and gain > least:
-                    steps[i, name] = gain / cost, cost
-        if not steps:
-            return {i: name for i, name in chosen.items() if groups[i].cost(name)}
-        i, name = max(steps, key=lambda step: steps[step][0])
-        budget -= steps[i, name][1]
-        chosen[i] = name
-
-
-def _exact(group: _Group, float_layers: bool) -> dict[str, float]:
-    """The errors of what costs time. Those of weights do not count, though float removes them too."""
-    found = {"dynamic": group.errors["dynamic"]} if "dynamic" in group.errors else {}
-    return found | ({_FLOAT: 0.0} if float_layers else {})
+def _most_harmful(groups: list[_Group], share: float, best: list[str]) -> list[int]:
+    """The places of the groups that a dynamic scale helps most for its cost, within the budget."""
+    static = [group.errors[name] for group, name in zip(groups, best, strict=True)]
+    gains = {
+        i: error - group.errors.get("dynamic", error)
+        for i, (group, error) in enumerate(zip(groups, static, strict=True))
+    }
+    total, budget = sum(static), share * sum(group.cost for group in groups)
+    chosen = []
+    for i in sorted(gains, key=lambda i: gains[i] / max(groups[i].cost, _BEHIND_NORM), reverse=True):
+        if gains[i] > _DYNAMIC_GAIN * total and groups[i].cost <= budget:
+            chosen.append(i)
+            budget -= groups[i].cost
+    return chosen
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -402,7 +350,6 @@ def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *,
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         x = run.value(group.input)
-        group.rows = x.numel() // max(group.width, 1)
         candidates = _promising(x, group.parameters)
         if dynamic:
             candidates["dynamic"] = _dynamic(run, group, x)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from quantizer_models import exported, linears, quantized_layers
+from quantizer_models import exported
 from torch import Tensor, nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
@@ -122,58 +122,6 @@ def test_an_input_behind_a_norm_costs_a_quarter(norm: nn.Module, chosen: dict[st
     graph = exported(Two(norm), batches[0])
     assert choose_activations(copy.deepcopy(graph), QUANTIZER, batches, observers=False, dynamic_share=0.19) == {}
     assert choose_activations(graph, QUANTIZER, batches, observers=False, dynamic_share=0.2) == chosen
-
-
-class OneLoudChannel(nn.Module):
-    """The input of the second layer has a channel a thousand times as large as others, which its weights hardly read.
-
-    A scale per token hardly helps.
-    """
-
-    def __init__(self, outputs: int = DIM) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, outputs)
-        with torch.no_grad():
-            self.second.weight[:, 0] = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        loud = torch.ones(DIM).index_fill(0, torch.tensor(0), 1000.0)
-        return self.second(self.first(x) * loud)
-
-
-def tokens() -> list[Tensor]:
-    return [torch.randn(4, 64, DIM, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-
-
-# 16 inputs: 16 * 16 / 700 of the product, 16 / 3 of the inputs, 4 / 3 * 16 of the outputs; both dynamic would cost 32
-@pytest.mark.parametrize(("outputs", "share"), [(DIM, 27.03 / 32), (2, 8.05 / 32)])
-def test_a_layer_that_no_scale_helps_stays_in_float_if_the_budget_pays_for_its_product(
-    outputs: int, share: float
-) -> None:
-    model = OneLoudChannel(outputs).eval()
-    graph = exported(model, tokens()[0])
-    for given, allowed in ((share - 0.01, True), (share + 0.01, False)):
-        again = copy.deepcopy(graph)
-        options = {"observers": False, "dynamic_share": given, "float_layers": allowed}
-        assert "float" not in choose_activations(again, QUANTIZER, tokens(), **options).values()
-    chosen = choose_activations(
-        graph, QUANTIZER, tokens(), observers=False, dynamic_share=share + 0.01, float_layers=True
-    )
-    assert chosen == {"second": "float"}
-    first, second = linears(graph)
-    assert QUANTIZER.config_for(first) == static_int8()
-    assert QUANTIZER.config_for(second) is None
-    int8 = converted(graph, tokens())
-    assert quantized_layers(int8) == {"first"}
-    x = tokens()[0]
-    assert sqnr_db(model(x), int8(x)) > 30 > sqnr_db(model(x), converted(exported(model, x), tokens())(x)) + 10
-
-
-def test_scales_per_token_come_first_where_they_do_as_well_for_less() -> None:
-    graph = exported(Stages(), *sized()[0])
-    options = {"observers": False, "dynamic_share": 1.0, "float_layers": True}
-    assert choose_activations(graph, QUANTIZER, sized(), **options)["second"] == "dynamic"
 
 
 def test_the_quantizer_and_other_layers_do_not_change() -> None:
