@@ -18,7 +18,7 @@ Quantizing a weight at each call takes as long as its float product with some ro
 where INT8 products are 1.4 times as fast, layers of fewer rows than ``FEWEST_ROWS`` stay in float. The number of rows
 is that of the inputs that the graph was captured with. On Hopper, so do layers of many rows and few outputs whose input
 another INT8 layer writes: no kernel of Inductor can quantize it on the way, and one more that reads and writes it takes
-longer than INT8 saves.
+longer than INT8 saves. On every chip, so do layers of many rows that are too small for INT8 (small_linears.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from qframework.backend.report import LayerReport
 from qframework.compat.dynamo import guard_identity, record_value
 from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, operation, why_not_plain
 from qframework.graph.shapes import traced_size
+from qframework.graph.small_linears import why_too_small
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.cpu import HAVE_INT8_INSTRUCTIONS, cpu_implementation
 from qframework.kernels.runtime.chip import capability_of
@@ -71,7 +72,9 @@ def lower_float_linear(lowering: Lowering) -> None:
         if not lowering.options.freeze_weights and (reason := _reason_of_speed(fake_value(call.input))):
             reports.append(LayerReport(name, False, "float linear", reason))
             continue
-        if reason := _reason_of_quantization(call, fake_value(node)):
+        if reason := why_too_small(call.input, _parameter(call.weight)) or _reason_of_quantization(
+            call, fake_value(node)
+        ):
             reports.append(LayerReport(name, False, "float linear", reason))
             continue
         frozen = weights.quantized(call.weight) if weights else None

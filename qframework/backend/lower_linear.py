@@ -27,6 +27,7 @@ from qframework.backend.quantized_linear import (
 )
 from qframework.backend.report import LayerReport
 from qframework.graph.nodes import LinearCall, calibration_notes, layer_name, linear_call
+from qframework.graph.small_linears import why_too_small
 from qframework.graph.writes import written_between
 
 
@@ -46,7 +47,8 @@ def lower_linear(lowering: Lowering) -> None:
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
         if a is None or b is None:
-            reason = calibration_notes(node) or _reason_for_float(a, b, quantized_elsewhere)
+            small = why_too_small(call.input, call.weight) if quantized_elsewhere else None
+            reason = calibration_notes(node) or small or _reason_for_float(a, b, quantized_elsewhere)
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)

@@ -18,6 +18,7 @@ from qframework.graph.expand_products import expand_exported_products
 from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
 from qframework.graph.read_after_writes import read_after_writes
 from qframework.graph.replace_attention import name_shapes
+from qframework.graph.small_linears import why_too_small
 from qframework.quantizer.annotate_attention import (
     AttentionAnnotation,
     annotate_attention,
@@ -205,12 +206,14 @@ class QFrameworkQuantizer(Quantizer):
             wrap_observers(edge_or_node_to_obs_or_fq)
 
     def config_for(self, node: Node) -> LinearConfig | AttentionConfig | None:
-        """Configuration of the linear or attention ``node``; None for float."""
+        """Configuration of the linear or attention ``node``; None for float, as for layers too small for INT8."""
         if not isinstance(node, Node):
             raise UnsupportedError(
                 f"config_for: node must be a torch.fx.Node of an exported model, got {described(node)}"
             )
         kind: Kind = LinearConfig if is_linear(node) else AttentionConfig
+        if kind is LinearConfig and why_too_small(*node.args[:2]):  # type: ignore[arg-type]  # both are nodes
+            return None
         selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
         # max() returns the first of equal items, so the latest call must come first
         strongest = max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)

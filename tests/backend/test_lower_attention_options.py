@@ -139,6 +139,20 @@ class TestWherePyTorchIsFaster:
     def test_auto_quantizes_where_pytorch_has_no_fused_kernel(self, fn, given):
         assert self.run(fn, "auto", **given).calls
 
+    @pytest.mark.parametrize("shape", [(1, 2, 48, 196), (1, 2, 32, 49)])
+    def test_auto_leaves_channels_that_attend_to_channels(self, shape):
+        """As in XCiT and DaViT: their logits are smaller than their operands."""
+        capture = self.run(spelled_out, "auto", shape=shape)
+        assert not capture.calls
+        (report,) = capture.attention
+        assert (report.lowered, report.fallback) == (False, False)
+        assert report.reason.startswith(f"it has {shape[2]} keys of {shape[3]} channels")
+        assert self.run(spelled_out, "sage", shape=shape).calls
+
+    @pytest.mark.parametrize("shape", [(1, 2, 49, 64), (1, 2, 200, 196), (1, 2, 50, 49)])
+    def test_auto_takes_other_products_around_a_softmax(self, shape):
+        assert self.run(spelled_out, "auto", shape=shape).calls
+
     @pytest.mark.parametrize("shape", [(3, 2, 49, 96), (1, 2, 321, 32), (1, 2, 300, 128), (1, 2, 5, 160)])
     def test_auto_leaves_biases_to_cudnn(self, shape):
         assert not self.run(masked, "auto", shape=shape).calls

@@ -1,0 +1,76 @@
+"""Linears of many rows and few channels stay in float, with static and dynamic INT8, and ``explain`` says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import qframework
+from qframework import numerics
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
+
+TOKENS = 64
+
+
+class TalkingHeads(nn.Module):
+    """Attention whose logits are mixed over heads by a linear, as in CaiT."""
+
+    def __init__(self, heads: int = 4, channels: int = 64) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.mix = heads, nn.Linear(channels, 3 * channels), nn.Linear(heads, heads)
+        self.proj = nn.Linear(channels, channels)
+
+    def forward(self, x):
+        batch, tokens, channels = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        logits = self.mix((q @ k.transpose(-1, -2)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).reshape(batch, tokens, channels))
+
+
+def model_and_input(rows: int):
+    torch.manual_seed(0)
+    return TalkingHeads().eval(), torch.randn(rows // TOKENS**2, TOKENS, 64)
+
+
+def by_name(reports):
+    return {report.name: report for report in reports if report.kind == "linear"}
+
+
+def dynamic(model, x):
+    reports = []
+
+    def backend(gm, example_inputs):
+        reports.extend(lower(gm, example_inputs, BackendOptions(linear="int8_dynamic")))
+        return gm.forward
+
+    with torch.no_grad():
+        y = torch.compile(model, backend=backend, fullgraph=True)(x)
+        assert numerics.sqnr_db(model(x), y) > 25
+    return by_name(reports)
+
+
+def static(model, x):
+    quantized = qframework.quantize(model, x, "static_int8", [x])
+    with torch.no_grad():
+        assert numerics.sqnr_db(model(x), quantized(x)) > 25
+    return by_name(quantized.explain().layers)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("convert", [dynamic, static])
+def test_a_mix_of_heads_stays_in_float(convert):
+    found = convert(*model_and_input(2 * TOKENS**2))
+    assert {name for name, report in found.items() if report.lowered} == {"qkv", "proj"}
+    assert not found["mix"].fallback
+    assert found["mix"].reason.startswith(f"it has 4 inputs and 4 outputs for each of {2 * TOKENS**2} rows")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("convert", [dynamic, static])
+def test_layers_of_few_rows_or_many_channels_are_quantized(convert):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 256)).eval()
+    assert all(report.lowered for report in convert(model, torch.randn(4095, 8)).values())
+    wide = nn.Sequential(nn.Linear(32, 32)).eval()
+    assert all(report.lowered for report in convert(wide, torch.randn(4096, 32)).values())
