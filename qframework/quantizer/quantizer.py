@@ -18,6 +18,7 @@ from qframework.graph.expand_products import expand_exported_products
 from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
 from qframework.graph.read_after_writes import read_after_writes
 from qframework.graph.replace_attention import name_shapes
+from qframework.graph.scalar_constants import write_out_scalars
 from qframework.graph.small_linears import why_too_small
 from qframework.quantizer.annotate_attention import (
     AttentionAnnotation,
@@ -157,13 +158,15 @@ class QFrameworkQuantizer(Quantizer):
         """Rewrite every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
         Layers inside ``torch.no_grad()`` become part of the graph. Products with a parameter, such as transformers'
-        ``Conv1D``, become linears, if a rule configures linears. Layers read inputs behind all writes in place.
+        ``Conv1D``, become linears, if a rule configures linears. Layers read inputs behind all writes in place. Numbers
+        that export kept as tensors are numbers again.
 
         Raises:
             UnsupportedError: no kernel supports the configuration.
         """
         check_graph(model, "QFrameworkQuantizer: model")
         inline_scopes_of_layers(model)
+        write_out_scalars(model)
         if self._names(LinearConfig):
             expand_exported_products(model)
         if self._names(AttentionConfig):
