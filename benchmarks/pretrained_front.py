@@ -139,8 +139,17 @@ def times(settings: Settings, device: str, repeats: int = 20) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def whole(settings: Settings, device: str, wanted: Mapping[str, Assignment], limit: float) -> dict[str, float]:
-    """Images per second of the float model and of assignments; none is begun after ``limit`` seconds."""
+def whole(
+    settings: Settings,
+    device: str,
+    wanted: Mapping[str, Assignment],
+    limit: float,
+    save: Callable[[dict[str, float]], None] = lambda found: None,
+) -> dict[str, float]:
+    """Images per second of the float model and of assignments; none is begun after ``limit`` seconds.
+
+    ``save`` gets all of them after each.
+    """
     begun = time.monotonic()
     model, images = _on(settings, device)
     exported = export_model(model, images)
@@ -157,6 +166,7 @@ def whole(settings: Settings, device: str, wanted: Mapping[str, Assignment], lim
             call = _compiled(quantized, assignment.options(), device)
         found[name] = throughput(call, images)
         print(f"{name}: {found[name]:.0f} images/s", flush=True)
+        save(found)
     return found
 
 
@@ -321,6 +331,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="for search: float sums depend on it (default: 1)")
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
+    step = "search" if given.smoke else given.step
+    head = {"schema": SCHEMA, "benchmark": "pretrained_front", "step": step, "smoke": given.smoke}
+
+    def write(found: Mapping[str, Any]) -> None:
+        if given.output:
+            machine = describe_machine("cpu" if step == "search" else given.device)
+            write_json(given.output, {**head, "machine": machine, **found}, indent=1)
+
     try:
         if given.smoke:
             found = _smoke()
@@ -332,17 +350,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             choices = read(given.choices, "choices")["choices"]
             found = {"batch": BATCH, "images_per_second": recipe_speeds(FULL, given.device, choices, given.limit)}
         else:
-            found = {
-                "images_per_second": whole(FULL, given.device, wanted_whole(read(given.front, "search")), given.limit)
-            }
+            wanted = wanted_whole(read(given.front, "search"))
+            speeds = whole(FULL, given.device, wanted, given.limit, lambda x: write({"images_per_second": x}))
+            found = {"images_per_second": speeds}
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2
-    if given.output:
-        step = "search" if given.smoke else given.step
-        machine = describe_machine("cpu" if step == "search" else given.device)
-        head = {"schema": SCHEMA, "benchmark": "pretrained_front", "step": step, "smoke": given.smoke}
-        write_json(given.output, {**head, "machine": machine, **found}, indent=1)
+    write(found)
     return 0
 
 

@@ -99,6 +99,11 @@ def _comparison(front: Front) -> str:
     return " ".join(sentences) + "\n"
 
 
+def _best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other exceeds in speed without losing accuracy, slowest first."""
+    return sorted(p for p in points if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in points))
+
+
 def _names(names: list[str]) -> str:
     return " and as ".join(f"uniform {name}" for name in names)
 
@@ -117,7 +122,7 @@ def _mark(front: Front) -> str:
 
 
 def _draw(front: Front, path: Path) -> None:
-    """Correspondences against speed: uniform configurations with their names, and what was found as a line."""
+    """Correspondences against speed: uniform configurations, what was found, and a line through the best of it."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -134,10 +139,11 @@ def _draw(front: Front, path: Path) -> None:
     with plt.rc_context(style):
         figure, axis = plt.subplots(figsize=(WIDTH, 4), layout="constrained")
         found = [(speed, kept) for _, uniform, speed, kept in rows if not uniform]
-        axis.plot([x for x, _ in found], [y for _, y in found], "o-", color=COLOUR, label="found by tune")
+        axis.plot(*zip(*found, strict=True), "o", color=COLOUR, label="found by tune")
+        axis.plot(*zip(*_best(found), strict=True), "-", color=COLOUR)
         for name, _, speed, kept in (row for row in rows if row[1]):
             axis.plot(speed, kept, "s", color=GREY)
-            axis.annotate(name, (speed, kept), xytext=(5, -9), textcoords="offset points")
+            axis.annotate(name, (speed, kept), xytext=(0, -11), textcoords="offset points", ha="center")
         axis.set_xlabel("images per second")
         axis.set_ylabel("correspondences kept, %")
         axis.legend()

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import pretrained_front, report_front
 from benchmarks.machine import describe_machine
-from benchmarks.pretrained_front import StoredTimer, call_name, read, wanted_whole
+from benchmarks.pretrained_front import SMOKE, StoredTimer, call_name, read, wanted_whole
 from qframework.errors import FileFormatError
 from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape
 
@@ -99,3 +99,17 @@ def test_the_page_compares_what_was_found_with_uniform_configurations(tmp_path: 
     (plot,) = report_front.plots(front).values()
     plot.draw(tmp_path / "plot.svg")
     assert plot.mark in (tmp_path / "plot.svg").read_text()
+
+
+def test_the_line_joins_what_nothing_exceeds() -> None:
+    points = [(1.0, 99.0), (0.9, 97.0), (2.0, 90.0), (3.0, 92.0), (4.0, 91.0)]
+    assert report_front._best(points) == [(1.0, 99.0), (3.0, 92.0), (4.0, 91.0)]
+
+
+def test_every_speed_is_saved_before_the_next_case() -> None:
+    """A run that is ended from outside keeps what it measured."""
+    saved: list[list[str]] = []
+    with torch.no_grad():
+        found = pretrained_front.whole(SMOKE, "cpu", {}, 10.0, lambda speeds: saved.append(list(speeds)))
+    assert saved == [["float"]]
+    assert found["float"] > 0
