@@ -463,7 +463,7 @@ _RULES: dict[str, _Rule] = {
     "triu": _triangle(-1),
     **dict.fromkeys(
         ("to", "bool", "int", "long", "float", "half", "bfloat16", "type_as", "type", "clone", "contiguous", "detach",
-         "detach_", "alias", "expand", "expand_as", "broadcast_to", "lift_fresh_copy"), _same_elements,
+         "alias", "expand", "expand_as", "broadcast_to", "lift_fresh_copy"), _same_elements,
     ),
     **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"), _reshaped),
     **dict.fromkeys(("transpose", "permute", "t"), _permuted),
