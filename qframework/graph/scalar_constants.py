@@ -2,14 +2,15 @@
 
 From::
 
-    get_attr lifted_tensor_0 -> lift_fresh_copy -> ...
+    get_attr -> lift_fresh_copy -> ...
 
 To::
 
     full([], 0.0) -> lift_fresh_copy -> ...
 
-Such a constant is an attribute that nothing can write. As a tensor it hides its number from index_values.py, so that a
-mask built of it is not seen to be causal, and it stays on the CPU, for which ``prepare_pt2e`` refuses a model on a GPU.
+Export reads its constants by ``lift_fresh_copy``, so that nothing writes them; it reads a model's own buffers directly.
+As a tensor a number is unknown to index_values.py, so that a mask built of it is not recognized as causal. It also
+stays on the CPU, and ``prepare_pt2e`` refuses a model whose tensors are on two devices.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
-LIFTED = "lifted_tensor_"  # torch.export's name of a constant tensor
+_LIFT = torch.ops.aten.lift_fresh_copy.default
 
 
 def write_out_scalars(gm: GraphModule) -> None:
     """Replace every constant tensor without dimensions of an exported graph."""
     for node in list(gm.graph.find_nodes(op="get_attr")):
-        owner, _, name = str(node.target).rpartition(".")
-        if not name.startswith(LIFTED):
+        if not node.users or any(user.target is not _LIFT for user in node.users):
             continue
+        owner, _, name = str(node.target).rpartition(".")
         module = gm.get_submodule(owner)
         value = getattr(module, name)
-        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.ndim > 0:
+        if not isinstance(value, Tensor) or value.ndim > 0:
             continue
         with gm.graph.inserting_before(node):
             options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}

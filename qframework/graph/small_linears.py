@@ -1,10 +1,10 @@
-"""Linear layers that are too small for INT8, whatever the chip: many rows of few channels, as heads that are mixed.
+"""Linear layers that are too small for INT8 on any chip: many rows of few channels, such as layers that mix heads.
 
-A layer of K inputs and N outputs reads and writes K + N values of each row for K N products. Where K N is less than
-1,024, a tile of tensor cores is mostly padding and memory is what takes time, so that INT8 has nothing to make faster,
-while its scales and roundings break the kernels that the compiler would fuse around the layer. On an H100 a CaiT, whose
-attention mixes 8 heads by two such layers of 2.5 million rows, was 0.68 times as fast as FP16 with them in INT8. Calls
-of few rows take a launch either way.
+For each row, a layer of K inputs and N outputs computes K N products and moves K + N values. If K N is below 1,024,
+memory traffic takes most of the time and most of a tensor core's tile is padding, so that INT8 has nothing to speed up;
+and its quantization prevents the compiler from fusing the layer with its neighbours. On an H100, CaiT, whose attention
+mixes 8 heads in two such layers of 2.5 million rows, ran at 0.68 times the speed of FP16 with these layers in INT8.
+With few rows the launch takes most of the time in either precision.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ def why_too_small(x: Node, weight: Node) -> str | None:
     if rows < MANY_ROWS or inputs * outputs >= FEWEST_PRODUCTS:
         return None
     return (
-        f"it has {inputs} inputs and {outputs} outputs for each of {rows} rows, which INT8 does not make faster; "
-        f"layers of so many rows are quantized from {FEWEST_PRODUCTS} inputs times outputs on"
+        f"it has {inputs} inputs and {outputs} outputs for each of {rows} rows, which INT8 does not make faster. With "
+        f"{MANY_ROWS} rows or more, a layer is quantized if its inputs times its outputs are at least {FEWEST_PRODUCTS}"
     )

@@ -10,7 +10,7 @@ import qframework
 from qframework import numerics
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
-from qframework.graph.scalar_constants import LIFTED, write_out_scalars
+from qframework.graph.scalar_constants import write_out_scalars
 
 
 class Masked(nn.Module):
@@ -19,7 +19,8 @@ class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(32, 96)
-        self.lifted_tensor_of_mine = nn.Parameter(torch.tensor(2.0))
+        self.gain = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("lifted_tensor_0", torch.tensor(0.5))  # named as export names its constants
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
@@ -27,7 +28,7 @@ class Masked(nn.Module):
         kept = tokens[None, :] <= tokens[:, None]
         mask = torch.where(kept, torch.tensor(0.0), torch.finfo(x.dtype).min)
         logits = q @ k.transpose(-1, -2) / torch.sqrt(torch.tensor(16)) + mask
-        return (logits.softmax(-1) @ v) * self.lifted_tensor_of_mine + torch.tensor([1.0, 2.0]).sum()
+        return (logits.softmax(-1) @ v) * self.gain * self.lifted_tensor_0 + torch.tensor([1.0, 2.0]).sum()
 
 
 def exported():
@@ -36,22 +37,30 @@ def exported():
     return model, x, torch.export.export(model, (x,)).module()
 
 
-def constants(gm):
-    """Constants, and the parameter that is named like one, which the graph reads."""
-    return {str(node.target) for node in gm.graph.find_nodes(op="get_attr") if str(node.target).startswith(LIFTED)}
+def scalars(gm):
+    """The tensors without dimensions that the graph reads."""
+    names = [str(node.target) for node in gm.graph.find_nodes(op="get_attr")]
+    return {name: getattr(gm, name) for name in names if hasattr(gm, name) and getattr(gm, name).ndim == 0}
 
 
 def test_numbers_are_written_out_and_nothing_else():
     model, x, gm = exported()
-    before = {name: getattr(gm, name) for name in constants(gm)}
-    assert sorted(value.ndim for value in before.values()) == [0, 0, 0, 1]
+    before = scalars(gm)
+    assert len(before) == 4
     write_out_scalars(gm)
     gm.recompile()
-    left = constants(gm)
-    assert sorted(before[name].ndim for name in left) == [0, 1]
-    assert "lifted_tensor_of_mine" in left
-    assert not any(hasattr(gm, name) for name in before.keys() - left)
+    assert set(scalars(gm)) == {"gain", "lifted_tensor_0"}
+    assert not any(hasattr(gm, name) for name in before.keys() - {"gain", "lifted_tensor_0"})
     assert torch.equal(gm(x), model(x))
+
+
+def test_a_buffer_is_read_at_each_call():
+    model, x, _ = exported()
+    quantized = qframework.quantize(model, (x,), "static_int8", [(x,)])
+    with torch.no_grad():
+        for each in (model, quantized):
+            each.get_buffer("lifted_tensor_0").fill_(3.0)
+        assert numerics.sqnr_db(model(x), quantized(x)) > 25
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
