@@ -53,10 +53,13 @@ STEPS = {
     "INT8, rotation, zero points": Configuration(_STATIC, Recipe(rotate=True, zero_points=True, guard=True)),
     "INT8 + attention (best recipe, dynamic_share=0)": Configuration(_STATIC_ATTENTION, replace(BEST, dynamic_share=0)),
     "INT8 + attention (best recipe, reach)": Configuration(_STATIC_ATTENTION, replace(BEST, reach=True)),
+    "INT8 + attention (best recipe, float layers)": Configuration(
+        _STATIC_ATTENTION, replace(BEST, float_layers=True, dynamic_share=0.14)
+    ),
     "INT8-D (best recipe, Hadamard)": Configuration(_DYNAMIC, replace(BEST, hadamard=True)),
 }
 """Two steps that cost nothing at run time, and the best recipe with static scales alone, with scales by the reach of
-channels, and with Hadamard transforms; measured with one seed."""
+channels, with layers in float, and with Hadamard transforms; measured with one seed."""
 CONFIGURATIONS = {
     name: MAIN[name]
     for name in (

@@ -59,7 +59,7 @@ def lower_linear(lowering: Lowering) -> None:
 def _reason_for_float(a: Quantized | None, b: Quantized | None, quantized_elsewhere: bool) -> str:
     """Why a layer is not quantized, and what would change that."""
     if a is None and b is None and quantized_elsewhere:
-        return "not quantized: a rule, skip= or filter_fn left it in float. Change that to quantize it"
+        return "not quantized: a rule, skip=, filter_fn or a recipe left it in float. Change that to quantize it"
     if a is None and b is None:
         remedy = (
             "Compile it with options={'linear': 'int8_dynamic'}, or pass it to quantize_, or to qframework.quantize "

@@ -11,7 +11,8 @@ The candidates are the configured observer, min-max, the 99.99th percentile, the
 range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Errors
 come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
 found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
-the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
+the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget, or
+their layers stay in float, which removes all of their error (layer_costs.py says at what cost).
 
 Where channels were scaled to equal ranges, each of them ends where calibration data did, and other data exceeds many:
 clipping then makes more error than rounding. A margin for ranges from extremes is found by the error of the layer's own
@@ -22,6 +23,7 @@ likely to go need little more than that.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,11 +36,12 @@ from qframework.graph.nodes import fake_value, linear_call
 from qframework.numerics import MIN_AMAX, affine_parameters, dynamic_scale, scale_from_amax
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
-from qframework.quantizer.channel_scales import LOPSIDED, is_channel_scale
+from qframework.quantizer.channel_scales import LOPSIDED, is_channel_scale, unscale_channels
 from qframework.quantizer.channel_statistics import channel_statistics
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.hadamard_inputs import Transform, behind_norms, can_turn, is_norm
 from qframework.quantizer.histogram_observers import AffineMSEObserver, MSEObserver, PercentileObserver
+from qframework.quantizer.layer_costs import float_seconds, per_token_seconds, zero_point_seconds
 from qframework.quantizer.observers import activation_observer
 from qframework.quantizer.output_error import (
     Parameters,
@@ -51,7 +54,7 @@ from qframework.quantizer.output_error import (
     relative_error,
     typical_error,
 )
-from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name, override_config
+from qframework.quantizer.quantizer import QFrameworkQuantizer, keep_in_float, layer_name, override_config
 
 _PERCENTILE = 99.99
 # A zero point must reduce the error at the output by this share, clipping by another, since the errors come from few
@@ -61,11 +64,6 @@ _CLIPPING_GAIN = 0.5
 _EXAMPLES = 4
 # A dynamic scale must reduce the sum of all groups' errors by this share.
 _DYNAMIC_GAIN = 0.005
-# What a channel of a dynamic input behind a norm costs, relative to others: the norm's kernel has the whole row and
-# writes its scale. Other inputs take a pass of their own over all channels, and the layer before writes them in 16 bit.
-# ViT-S with 65,792 tokens on an H100, for each input (other/2026-11-26-h100-dynamic_costs.json): 8.6 us behind a norm
-# and 38 us behind attention, both of 384 channels; 90 to 108 us behind GELU, of 1,536.
-_BEHIND_NORM = 0.25
 _OBSERVERS: dict[str, ActivationConfig] = {
     "minmax": ActivationConfig(),
     "percentile": ActivationConfig(observer="percentile", observer_args={"percentile": _PERCENTILE}),
@@ -81,6 +79,7 @@ _MARGINS_OF_REACHES = (0.0, 0.1, 0.2, 0.3, 0.5)
 _LARGEST_GROWTH = 4.0
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
 _CANDIDATES = {**_OBSERVERS, _ZERO_POINT: ActivationConfig(symmetric=False), "dynamic": _DYNAMIC}
+_FLOAT = "float"
 
 
 @dataclass
@@ -94,6 +93,7 @@ class _Group:
     errors: dict[str, float]
     turns: bool = False  # transformed if dynamic (hadamard_inputs.py)
     behind_norm: bool = False
+    rows: int = 1  # of the examples, so that costs of layers with different numbers of tokens compare
     margins: dict[str, float] = field(default_factory=dict)  # by candidate, those that are not 0
 
     @property
@@ -119,9 +119,18 @@ class _Group:
         return int(fake.shape[-1]) if fake is not None else 0
 
     @property
-    def cost(self) -> float:
-        """Of a dynamic scale at run time, in channels that a pass of its own reads."""
-        return self.width * (_BEHIND_NORM if self.behind_norm else 1.0)
+    def outputs(self) -> int:
+        """Channels of all linears."""
+        fakes = [fake_value(node) for node in self.linears]
+        return sum(int(fake.shape[-1]) for fake in fakes if fake is not None)
+
+    def cost(self, name: str) -> float:
+        """Seconds that a candidate takes at run time, more than a scale per tensor."""
+        if name == "dynamic":
+            return per_token_seconds(self.rows, self.width, behind_norm=self.behind_norm)
+        if name == _FLOAT:
+            return float_seconds(self.rows, self.width, self.outputs)
+        return zero_point_seconds(self.rows, self.width) if name == _ZERO_POINT else 0.0
 
 
 def choose_activations(
@@ -134,6 +143,7 @@ def choose_activations(
     margins: bool = False,
     reach: bool = False,
     dynamic_share: float = 0.0,
+    float_layers: bool = False,
     hadamard: bool = False,
     batches: int | None = None,
     judge: Callable[[], float] | None = None,
@@ -152,16 +162,17 @@ def choose_activations(
         margins: whether ranges from extremes may be wider than calibration data; needs the same.
         reach: whether ``scale_channels`` scaled channels by how far other data is likely to go, so that margins start
             from there.
-        dynamic_share: dynamic inputs may have at most this share of what dynamic scales would cost at run time if all
-            groups had them: a pass of its own over the channels, of which an input behind a norm costs a quarter.
+        dynamic_share: dynamic inputs may take at most this share of the time that dynamic scales would take if all
+            groups had them (layer_costs.py), besides that of zero points.
+        float_layers: whether layers that are not behind a norm may stay in float within this budget.
         hadamard: whether dynamic inputs will be transformed as in qframework/quantizer/hadamard_inputs.py.
         batches: use only this many batches.
         judge: measures the error of the output with everything quantized. The observers, or the whole choice, are
             dropped if it is smaller without: errors of clipping, which have a direction, do not just add up.
 
     Returns:
-        ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` (min-max with one) or ``"dynamic"`` for each layer
-        that does not keep its configuration; with a margin such as ``"zero_point + 0.2"``, or ``"+ 0.2"``.
+        ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` (min-max with one), ``"dynamic"`` or ``"float"`` for
+        each layer that does not keep its configuration; with a margin such as ``"zero_point + 0.2"``, or ``"+ 0.2"``.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
@@ -182,10 +193,11 @@ def choose_activations(
         _widen(exported, groups, fitted, first_examples(exported, judged, 2 * _EXAMPLES), reach)
     example = first_examples(exported, judged or fitted, _EXAMPLES)
     _measure(exported, groups, example, dynamic=dynamic_share > 0)
-    proposals = [_proposal(groups, dynamic_share, allowed)]
+    propose = functools.partial(_proposal, groups, dynamic_share, float_layers)
+    proposals = [propose(allowed)]
     if judge is None:
-        return _apply(groups, quantizer, proposals[0])
-    proposals += [_proposal(groups, dynamic_share, fewer) for fewer in (harmless, set()) if fewer < allowed]
+        return _chosen(exported, groups, quantizer, proposals[0])
+    proposals += [propose(fewer) for fewer in (harmless, set()) if fewer < allowed]
     errors = {-1: judge()}
     for i, proposal in enumerate(proposals):
         if proposal:
@@ -193,15 +205,24 @@ def choose_activations(
             errors[i] = judge()
             _apply(groups, quantizer, {})
     best = min(errors, key=lambda i: errors[i])
-    return _apply(groups, quantizer, proposals[best]) if best >= 0 else {}
+    return _chosen(exported, groups, quantizer, proposals[best]) if best >= 0 else {}
 
 
-def _proposal(groups: list[_Group], dynamic_share: float, allowed: set[str]) -> dict[int, str]:
+def _proposal(groups: list[_Group], dynamic_share: float, float_layers: bool, allowed: set[str]) -> dict[int, str]:
     """The choice for each group that does not keep its configuration, by its place, among ``allowed`` candidates."""
     best = [group.best(allowed) for group in groups]
-    dynamic = _most_harmful(groups, dynamic_share, best)
     chosen = {i: name for i, name in enumerate(best) if name or groups[i].margins.get(name)}
-    return chosen | dict.fromkeys(dynamic, "dynamic")
+    return chosen | _most_harmful(groups, dynamic_share, float_layers, best)
+
+
+def _chosen(
+    exported: GraphModule, groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[int, str]
+) -> dict[str, str]:
+    """Record the final choice; layers in float no longer read products with scales of channels."""
+    chosen = _apply(groups, quantizer, proposal)
+    for node in (node for i, name in proposal.items() if name == _FLOAT for node in groups[i].linears):
+        unscale_channels(exported, node)
+    return chosen
 
 
 def _apply(groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[int, str]) -> dict[str, str]:
@@ -210,7 +231,10 @@ def _apply(groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[
     for i, group in enumerate(groups):
         for node in group.linears:
             override_config(node, None)
-            if i in proposal:
+            if proposal.get(i) == _FLOAT:
+                keep_in_float(node)
+                chosen[layer_name(node)] = _FLOAT
+            elif i in proposal:
                 activation, name = group.activation(proposal[i])
                 config = quantizer.config_for(node)
                 assert isinstance(config, LinearConfig)
@@ -233,20 +257,38 @@ def _groups(exported: GraphModule, quantizer: QFrameworkQuantizer) -> list[_Grou
     return list(found.values())
 
 
-def _most_harmful(groups: list[_Group], share: float, best: list[str]) -> list[int]:
-    """The places of the groups that a dynamic scale helps most for its cost, within the budget."""
-    static = [group.errors[name] for group, name in zip(groups, best, strict=True)]
-    gains = {
-        i: error - group.errors.get("dynamic", error)
-        for i, (group, error) in enumerate(zip(groups, static, strict=True))
-    }
-    total, budget = sum(static), share * sum(group.cost for group in groups)
-    chosen = []
-    for i in sorted(gains, key=lambda i: gains[i] / max(groups[i].cost, _BEHIND_NORM), reverse=True):
-        if gains[i] > _DYNAMIC_GAIN * total and groups[i].cost <= budget:
-            chosen.append(i)
-            budget -= groups[i].cost
-    return chosen
+def _most_harmful(groups: list[_Group], share: float, float_layers: bool, best: list[str]) -> dict[int, str]:
+    """The groups that scales per token, or staying in float, help most for their cost within the budget, by place.
+
+    A group that is dynamic may become float later, if that still gains more for what it costs more than others do.
+    """
+    errors = [
+        {name: group.errors[name], **_exact(group, float_layers)} for group, name in zip(groups, best, strict=True)
+    ]
+    least = _DYNAMIC_GAIN * sum(each[name] for each, name in zip(errors, best, strict=True))
+    budget = share * sum(group.cost("dynamic") for group in groups)
+    chosen = dict(enumerate(best))
+    while True:
+        steps = {}
+        for i, group in enumerate(groups):
+            for name in errors[i]:
+                cost, gain = group.cost(name) - group.cost(chosen[i]), errors[i][chosen[i]] - errors[i][name]
+                if 0 < cost <= budget and gain > least:
+                    steps[i, name] = gain / cost, cost
+        if not steps:
+            return {i: name for i, name in chosen.items() if name != best[i]}
+        i, name = max(steps, key=lambda step: steps[step][0])
+        budget -= steps[i, name][1]
+        chosen[i] = name
+
+
+def _exact(group: _Group, float_layers: bool) -> dict[str, float]:
+    """The errors of what costs time. Those of weights do not count, though float removes them too.
+
+    Behind a norm a scale per token costs little and leaves little.
+    """
+    found = {"dynamic": group.errors["dynamic"]} if "dynamic" in group.errors else {}
+    return found | ({_FLOAT: 0.0} if float_layers and not group.behind_norm else {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -350,6 +392,7 @@ def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *,
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         x = run.value(group.input)
+        group.rows = x.numel() // max(group.width, 1)
         candidates = _promising(x, group.parameters)
         if dynamic:
             candidates["dynamic"] = _dynamic(run, group, x)

@@ -289,6 +289,20 @@ def is_channel_scale(node: Node) -> bool:
     return isinstance(factor, Node) and factor.op == "get_attr" and str(factor.target).rstrip("_").endswith(_SUFFIX)
 
 
+@torch.no_grad()
+def unscale_channels(exported: GraphModule, linear: Node) -> None:
+    """Let ``linear`` read what ``scale_channels`` multiplied for it, if it did: in float the product is of no use."""
+    product = linear.args[0]
+    if not (isinstance(product, Node) and is_channel_scale(product)):
+        return
+    x, factor = product.args
+    multiply(exported, Parameter(str(linear.args[1].target), 1), attribute(exported, factor))  # type: ignore[union-attr, arg-type]
+    linear.replace_input_with(product, x)  # type: ignore[arg-type]
+    if not product.users:
+        exported.graph.erase_node(product)
+    exported.recompile()
+
+
 def _scale(exported: GraphModule, x: Node, linears: Sequence[Node], scales: Tensor) -> None:
     """Let ``linears`` read ``x / scales``, and multiply the columns of their weights."""
     fake = fake_value(x)

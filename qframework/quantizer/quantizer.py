@@ -282,6 +282,11 @@ def override_config(node: Node, config: LinearConfig | AttentionConfig | None) -
         node.meta[_OVERRIDE] = config
 
 
+def keep_in_float(node: Node) -> None:
+    """Let every quantizer leave the linear or attention ``node`` in float, until ``override_config`` says otherwise."""
+    node.meta[_OVERRIDE] = None
+
+
 def check_quantizer(quantizer: object, what: str) -> None:
     """Raise UnsupportedError unless ``quantizer`` is a QFrameworkQuantizer."""
     if not isinstance(quantizer, QFrameworkQuantizer):

@@ -115,9 +115,13 @@ class Recipe(JsonConfig):
         attention_heads: give static attention a scale for each head instead of one for each tensor, where that reduces
             the error of the model's output (qframework/quantizer/attention_choice.py).
         dynamic_share: the inputs that harm the output most for their cost may have scales per token, computed at run
-            time. 1 stands for all inputs: a pass over the channels of each, of which those behind a norm count a
-            quarter, since its kernel computes them (qframework/quantizer/activation_choice.py). All of a ViT-S takes 23
-            percent of a static model's time on an H100, so that a share of 0.08 takes up to 2.8; 0 for none.
+            time. 1 stands for the time that this would take for all inputs: a pass over the channels of each, of which
+            those behind a norm count a quarter, since its kernel computes them (qframework/quantizer/layer_costs.py).
+            All of a ViT-S takes 23 percent of a static model's time on an H100, so that a share of 0.08 takes up to
+            2.8; 0 for none.
+        float_layers: layers that are not behind a norm may also stay in float within the budget of ``dynamic_share``,
+            where that gains more for its cost. One of no more than about a thousand results costs less in float than
+            with a scale per token.
         guard: hold the first batch, or half of the only one, out from all steps that fit data, and undo each that does
             not reduce the error of the model's output for that batch; ``smooth`` and ``channel_scales`` by 5 percent.
             ``shift`` is kept up to 10 percent more, which is noise: it costs nothing, and layers are judged alone.
@@ -143,6 +147,7 @@ class Recipe(JsonConfig):
     rotate_heads: bool = False
     attention_heads: bool = False
     dynamic_share: float = 0.0
+    float_layers: bool = False
     guard: bool = False
     weight_rounding: WeightRounding = "nearest"
     bias_correction: bool = False
@@ -153,7 +158,16 @@ class Recipe(JsonConfig):
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
         switches = ("channel_scales", "split_gelu", "rotate", "shift", "choose_observers", "zero_points", "margins")
-        for name in (*switches, "reach", "hadamard", "rotate_heads", "attention_heads", "guard", "bias_correction"):
+        for name in (
+            *switches,
+            "reach",
+            "hadamard",
+            "rotate_heads",
+            "attention_heads",
+            "float_layers",
+            "guard",
+            "bias_correction",
+        ):
             check_bool("Recipe", name, getattr(self, name))
         if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
             raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
@@ -163,7 +177,10 @@ class Recipe(JsonConfig):
 
     @classmethod
     def best(cls) -> Recipe:
-        """The steps that help most models and cost little: all but ``split_gelu``, ``reach`` and ``hadamard``."""
+        """The steps that help most models and cost little.
+
+        All but ``split_gelu``, ``reach``, ``hadamard`` and ``float_layers``.
+        """
         return cls(
             rotate=True,
             shift=True,
@@ -196,8 +213,8 @@ class Recipe(JsonConfig):
             A JSON-able summary of the enabled steps: ``{"rotate": [a RotatedStream as a mapping for each],
             "shift": {layer: what was subtracted}, "dynamic_shift": {layer: the number},
             "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
-            "activations": {layer: observer, "zero_point" or "dynamic", "+ margin"}, "hadamard": {layer: block size},
-            "rotate_heads": {layer: error}, "attention": {layer: "per_head"}}``.
+            "activations": {layer: observer, "zero_point", "dynamic" or "float", "+ margin"},
+            "hadamard": {layer: block size}, "rotate_heads": {layer: error}, "attention": {layer: "per_head"}}``.
 
         Raises:
             UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
@@ -233,6 +250,7 @@ class Recipe(JsonConfig):
                 margins=self.margins,
                 reach=self.reach,
                 dynamic_share=self.dynamic_share,
+                float_layers=self.float_layers,
                 hadamard=self.hadamard,
                 batches=self.batches,
                 judge=None if guard is None else guard.error.measure,

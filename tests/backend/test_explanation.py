@@ -60,7 +60,7 @@ def test_options_of_a_float_model():
 def test_reasons_name_the_remedy():
     x = example()
     (_, skipped) = qframework.explain(converted(Block(), x, fc2=None), x).layers
-    assert skipped.reason.startswith("not quantized: a rule, skip= or filter_fn left it in float")
+    assert skipped.reason.startswith("not quantized: a rule, skip=, filter_fn or a recipe left it in float")
 
 
 def test_keyword_inputs():

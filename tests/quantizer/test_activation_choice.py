@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from quantizer_models import exported
+from quantizer_models import exported, linears, quantized_layers
 from torch import Tensor, nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
@@ -14,6 +14,7 @@ from qframework.errors import CalibrationError
 from qframework.numerics import dynamic_scale, scale_from_amax, sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, static_int8
 from qframework.quantizer.activation_choice import choose_activations
+from qframework.quantizer.layer_costs import float_seconds, per_token_seconds
 from qframework.quantizer.output_error import OutputError, Parameters, Run, Snapshot, fake_quantized, held_out
 
 DIM = 16
@@ -113,15 +114,72 @@ class Two(nn.Module):
         return self.second(self.first(self.norm(x)))
 
 
+def loud_tokens() -> list[Tensor]:
+    """Some have one channel left after their norm."""
+    x = torch.nn.functional.layer_norm(torch.randn(3, 8, 64, DIM, generator=torch.Generator().manual_seed(1)), (DIM,))
+    x[..., ::9, 0] += 1000
+    return list(torch.nn.functional.layer_norm(x, (DIM,)))
+
+
 @pytest.mark.parametrize(("norm", "chosen"), [(nn.LayerNorm(DIM), {"first": "dynamic"}), (nn.Identity(), {})])
 def test_an_input_behind_a_norm_costs_a_quarter(norm: nn.Module, chosen: dict[str, str]) -> None:
     """Of two inputs of one width, a share of 0.2 pays for the one behind a norm, if there is one, and no other."""
-    x = torch.nn.functional.layer_norm(torch.randn(3, 8, 64, DIM, generator=torch.Generator().manual_seed(1)), (DIM,))
-    x[..., ::9, 0] += 1000  # what a norm leaves of such a token is one channel
-    batches = list(torch.nn.functional.layer_norm(x, (DIM,)))
+    batches = loud_tokens()
     graph = exported(Two(norm), batches[0])
     assert choose_activations(copy.deepcopy(graph), QUANTIZER, batches, observers=False, dynamic_share=0.19) == {}
     assert choose_activations(graph, QUANTIZER, batches, observers=False, dynamic_share=0.2) == chosen
+
+
+class OneLoudChannel(nn.Module):
+    """The input of the second layer has a channel a thousand times as large as others, which its weights hardly read.
+
+    A scale per token hardly helps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        with torch.no_grad():
+            self.second.weight[:, 0] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        loud = torch.ones(DIM).index_fill(0, torch.tensor(0), 1000.0)
+        return self.second(self.first(x) * loud)
+
+
+def tokens() -> list[Tensor]:
+    return [torch.randn(4, 64, DIM, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def test_a_layer_that_no_scale_helps_stays_in_float_if_the_budget_pays_for_its_product() -> None:
+    model, x = OneLoudChannel().eval(), tokens()[0]
+    graph = exported(model, x)
+    rows = x.numel() // DIM
+    share = float_seconds(rows, DIM, DIM) / (2 * per_token_seconds(rows, DIM, behind_norm=False))
+    for given, allowed in ((share - 0.01, True), (share + 0.01, False)):
+        again = copy.deepcopy(graph)
+        options = {"observers": False, "dynamic_share": given, "float_layers": allowed}
+        assert "float" not in choose_activations(again, QUANTIZER, tokens(), **options).values()
+    chosen = choose_activations(
+        graph, QUANTIZER, tokens(), observers=False, dynamic_share=share + 0.01, float_layers=True
+    )
+    assert chosen == {"second": "float"}
+    first, second = linears(graph)
+    assert QUANTIZER.config_for(first) == static_int8()
+    assert QUANTIZER.config_for(second) is None
+    int8 = converted(graph, tokens())
+    assert quantized_layers(int8) == {"first"}
+    assert sqnr_db(model(x), int8(x)) > 30 > sqnr_db(model(x), converted(exported(model, x), tokens())(x)) + 10
+
+
+def test_a_layer_behind_a_norm_does_not_stay_in_float() -> None:
+    batches = loud_tokens()
+    options = {"observers": False, "dynamic_share": 1.0, "float_layers": True}
+    assert choose_activations(exported(Two(nn.LayerNorm(DIM)), batches[0]), QUANTIZER, batches, **options) == {
+        "first": "dynamic",
+        "second": "float",
+    }
 
 
 def test_the_quantizer_and_other_layers_do_not_change() -> None:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
+from qframework.graph.attributes import attribute
 from qframework.numerics import sqnr_db
 from qframework.quantizer import (
     QFrameworkQuantizer,
@@ -24,7 +25,7 @@ from qframework.quantizer import (
     static_int8,
 )
 from qframework.quantizer.activation_choice import choose_activations
-from qframework.quantizer.channel_scales import _least, scale_channels
+from qframework.quantizer.channel_scales import _least, scale_channels, unscale_channels
 from qframework.quantizer.channel_statistics import channel_statistics
 
 MUL = torch.ops.aten.mul.Tensor
@@ -170,6 +171,19 @@ def test_linears_that_read_one_tensor_share_a_product_and_float_ones_keep_theirs
     assert len(product.users) == 2
     assert sum(node.target == LINEAR for node in product.args[0].users) == 1
     torch.testing.assert_close(graph(data[0]), model(data[0]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_reads_again_what_was_multiplied_for_it() -> None:
+    model, (x, *_) = UnevenMlp().eval(), batches()
+    graph = exported(model, x)
+    assert scale_channels(graph, quantizer(), batches(), strengths=(0.5,)) == {"fc2": 0.5}
+    fc1, fc2 = (node for node in graph.graph.nodes if node.target == LINEAR)
+    unscale_channels(graph, fc1)  # reads no product
+    assert products(graph) == 1
+    unscale_channels(graph, fc2)
+    assert products(graph) == 0
+    torch.testing.assert_close(graph(x), model(x))
+    torch.testing.assert_close(attribute(graph, fc2.args[1]), model.fc2.weight, rtol=1e-6, atol=1e-7)
 
 
 def test_even_channels_get_no_product() -> None:
