@@ -204,11 +204,16 @@ def recipe_speeds(
     for _ in range(turns):
         for name, call in calls.items():
             found[name].append(throughput(call, images, repeats=50 if device == "cuda" else 1))
-    plain = statistics.median(found["static + attention"])
     for name, speeds in found.items():
-        speed = statistics.median(speeds)
-        print(f"{name}: {speed:.0f} images/s, {100 * (plain / speed - 1):+.1f} percent of time", flush=True)
+        speed, percent = statistics.median(speeds), added_percent(found, name)
+        print(f"{name}: {speed:.0f} images/s, {percent:+.1f} percent of time", flush=True)
     return found
+
+
+def added_percent(found: Mapping[str, Sequence[float]], name: str) -> float:
+    """By how much a choice takes longer than plain static INT8 in the same turn, in the median."""
+    plain = found["static + attention"]
+    return 100 * (statistics.median(p / s for p, s in zip(plain, found[name], strict=True)) - 1)
 
 
 def _on(settings: Settings, device: str) -> tuple[nn.Module, Tensor]:
@@ -323,6 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=Path, help="of the step times, for search")
     parser.add_argument("--front", type=Path, help="of the step search, for whole")
     parser.add_argument("--choices", type=Path, help="for recipes: what recipes chose, by name")
+    parser.add_argument("--turns", type=int, default=5, help="for recipes: measurements of each choice (default: 5)")
     parser.add_argument("--max-drop", type=float, default=8.0, help="points of correspondences (default: 8)")
     parser.add_argument("--journal", type=Path, help="for search: resumes what this file holds")
     parser.add_argument(
@@ -348,7 +354,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = search(FULL, read(given.times, "times"), given.max_drop, given.journal)
         elif given.step == "recipes":
             choices = read(given.choices, "choices")["choices"]
-            found = {"batch": BATCH, "images_per_second": recipe_speeds(FULL, given.device, choices, given.limit)}
+            measured = recipe_speeds(FULL, given.device, choices, given.limit, given.turns)
+            found = {"batch": BATCH, "images_per_second": measured}
         else:
             wanted = wanted_whole(read(given.front, "search"))
             speeds = whole(FULL, given.device, wanted, given.limit, lambda x: write({"images_per_second": x}))

@@ -113,3 +113,9 @@ def test_every_speed_is_saved_before_the_next_case() -> None:
         found = pretrained_front.whole(SMOKE, "cpu", {}, 10.0, lambda speeds: saved.append(list(speeds)))
     assert saved == [["float"]]
     assert found["float"] > 0
+
+
+def test_costs_are_those_of_the_same_turn() -> None:
+    found = {"static + attention": [100.0, 200.0, 400.0], "float": [80.0, 160.0, 320.0]}
+    assert pretrained_front.added_percent(found, "float") == pytest.approx(25.0)
+    assert pretrained_front.added_percent(found, "static + attention") == 0.0
