@@ -16,9 +16,10 @@ compiled, and writes to it have no effect until the model is compiled again.
 
 Quantizing a weight at each call takes as long as its float product with some rows. On CPUs without INT8 instructions,
 where INT8 products are 1.4 times as fast, layers of fewer rows than ``FEWEST_ROWS`` stay in float. The number of rows
-is that of the inputs that the graph was captured with. On Hopper, so do layers of many rows and few outputs whose input
-another INT8 layer writes: no kernel of Inductor can quantize it on the way, and one more that reads and writes it takes
-longer than INT8 saves. On every chip, so do layers of many rows that are too small for INT8 (small_linears.py).
+is that of the inputs that the graph was captured with. On Hopper, so do layers of many rows and few outputs where
+quantizing the input takes longer than INT8 saves: another INT8 layer writes it, so that no kernel of Inductor can
+quantize it on the way, or it is an activation of rows that are too long to be kept, which is computed once for the
+scale and again for the values. On every chip, so do layers of many rows that are too small for INT8 (small_linears.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,17 @@ from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import Quantized, find_epilogue, insert_int8_linear, reason_against_operands
 from qframework.backend.report import LayerReport
 from qframework.compat.dynamo import guard_identity, record_value
-from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, operation, why_not_plain
+from qframework.graph.nodes import (
+    Constants,
+    LinearCall,
+    activation_name,
+    argument,
+    fake_value,
+    layer_name,
+    linear_call,
+    operation,
+    why_not_plain,
+)
 from qframework.graph.shapes import traced_size
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.writes import written_between
@@ -51,6 +62,13 @@ speed with 1 to 4 rows, 0.74 to 0.82 with 34, 0.86 to 1.08 with 64 and 1.04 to 1
 
 MANY_ROWS, FEWEST_OUTPUTS = 4096, 700
 """A quantization moves 3 bytes an input; INT8 saves half of the product's time, some 1e-15 s an input and output."""
+
+LONGEST_ROW = 1024
+"""Inductor keeps a row of so many values while it is quantized. An H100 takes 110 us to quantize GELU of 12,544 rows of
+1,280 values, 25 us to compute GELU alone; of 50,176 rows of 1,024 values 100 and 82 us."""
+
+_VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "clone", "to"}
+_NORMS = {"layer_norm", "rms_norm", "group_norm", "instance_norm"}
 
 
 def lower_float_linear(lowering: Lowering) -> None:
@@ -120,19 +138,36 @@ def _reason_of_speed(x: Tensor | None) -> str | None:
 
 
 def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
-    """Why quantizing the input by a kernel of its own would take longer than INT8 saves; None if it does not."""
+    """Why quantizing the input would take longer than INT8 saves; None if it does not."""
     x = fake_value(call.input)
-    if call.input.target is not torch.ops.qframework.int8_linear.default or len(call.input.users) > 1:
-        return None
     if x is None or out is None or capability_of(x.device) != (9, 0):
         return None
     rows, outputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(out.shape[-1])
     if rows < MANY_ROWS or not 0 < outputs < FEWEST_OUTPUTS:
         return None
-    return (
-        f"another INT8 layer writes its input, which a kernel of its own would quantize; that pays from "
-        f"{FEWEST_OUTPUTS} outputs on, and this layer has {outputs}. Static INT8 needs no such kernel"
-    )
+    if call.input.target is torch.ops.qframework.int8_linear.default and len(call.input.users) == 1:
+        costs = "another INT8 layer writes its input, which a kernel of its own would quantize"
+    elif (row := traced_size(x.shape[-1])) > LONGEST_ROW and _is_activation(call.input):
+        costs = f"its input is an activation, which would be computed twice to quantize rows of {row} values"
+    else:
+        return None
+    pays = f"that pays from {FEWEST_OUTPUTS} outputs on, and this layer has {outputs}"
+    return f"{costs}; {pays}. Static INT8 does not need it"
+
+
+def _is_activation(x: Node) -> bool:
+    """Whether ``x`` is an activation function, viewed in any way, of something else than a norm."""
+    node = _behind_views(x)
+    if activation_name(node) is None:
+        return False
+    operand = argument(node, 0, "input")
+    return isinstance(operand, Node) and operation(_behind_views(operand)) not in _NORMS
+
+
+def _behind_views(node: Node) -> Node:
+    while operation(node) in _VIEWS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def _not_computable(fake: Tensor | None) -> str | None:

@@ -35,6 +35,7 @@ from qframework.graph.expand_patch_embedding import expand_patch_embedding
 from qframework.graph.expand_products import expand_products, why_no_linear
 from qframework.graph.inline_grad_scopes import inline_grad_scopes
 from qframework.graph.nodes import layer_name, operation
+from qframework.graph.read_parts import read_parts
 from qframework.graph.select_early import select_early
 
 
@@ -87,6 +88,7 @@ def forget_assertions(lowering: Lowering) -> None:
 # Quantized layers become INT8 operators.
 LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
+    on_graph(read_parts),
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),
     expand_weighted_products,

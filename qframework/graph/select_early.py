@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -33,6 +33,7 @@ from qframework.graph.nodes import (
     linear_call,
     operation,
 )
+from qframework.graph.selections import Selection, is_single, keeps_dimension, selection
 from qframework.graph.shapes import same
 
 aten = torch.ops.aten
@@ -51,61 +52,34 @@ _OF_ELEMENTS = {
     _ours.dequantize.default,
 }
 _OF_ONE_OPERAND = {"pow", "rsqrt", "to", "float"}  # of an RMSNorm that is written out, as in transformers
-_END = 2**63 - 1  # of a slice that goes on
-
-
-class _Selection(NamedTuple):
-    """The token ``start`` of ``source (B, N, C)``; ``stop`` is behind it."""
-
-    source: Node
-    start: int
-    stop: int
 
 
 def select_early(gm: GraphModule) -> None:
     """Move, in place, every selection of one token as far up as each token is computed by itself."""
     for node in list(gm.graph.nodes):
-        selection = _selection(node)
-        if selection is not None and (moved := _movable(gm, selection)):
-            _move(gm, node, selection, moved)
+        selected = _selection(node)
+        if selected is not None and (moved := _movable(gm, selected)):
+            _move(gm, node, selected, moved)
 
 
-def _selection(node: Node) -> _Selection | None:
-    """Which token ``node`` selects; None if it does something else."""
-    if node.op != "call_function" or not node.args or not isinstance(source := node.args[0], Node):
+def _selection(node: Node) -> Selection | None:
+    """Which token of ``(B, N, C)`` the node selects; None if it does something else."""
+    selected = selection(node)
+    fake = fake_value(selected.source) if selected is not None else None
+    if selected is None or fake is None or fake.ndim != 3 or not fake.is_floating_point() or selected.dim != 1:
         return None
-    fake, result = fake_value(source), fake_value(node)
-    if fake is None or result is None or fake.ndim != 3 or not fake.is_floating_point() or same(fake.shape[1], 1):
-        return None
-    if node.target is aten.select.int and len(node.args) == 3 and node.args[1] in (1, -2):
-        index: Any = node.args[2]
-    elif node.target is operator.getitem and isinstance(node.args[1], tuple):
-        everything = slice(None, None, None)
-        first, index, *rest = (*node.args[1], None, None)[:3]
-        if first != everything or any(part not in (None, everything) for part in rest) or len(node.args[1]) < 2:
-            return None
-    elif node.target is aten.slice.Tensor and 3 <= len(node.args) <= 4 and node.args[1] in (1, -2):
-        index = slice(*node.args[2:])
-    else:
-        return None
-    if type(index) is int:
-        return _Selection(source, index, index + 1 if index != -1 else _END)
-    if not isinstance(index, slice) or index.step not in (None, 1) or type(index.start) is not int:
-        return None
-    if result.ndim != 3 or not same(result.shape[1], 1) or type(index.stop) not in (int, type(None)):
-        return None
-    return _Selection(source, index.start, _END if index.stop is None else index.stop)
+    return selected if is_single(node, selected) else None
 
 
-def _movable(gm: GraphModule, selection: _Selection) -> list[Node]:
+def _movable(gm: GraphModule, selected: Selection) -> list[Node]:
     """The operations whose other tokens nobody reads, in graph order."""
     kept: set[Node] = set()  # those that must stay
-    if len(selection.source.users) > 1 or not _is_of_tokens(selection.source):
+    if len(selected.source.users) > 1 or not _is_of_tokens(selected.source):
         return []
     while True:
         found: dict[Node, None] = {}
         for node in reversed(gm.graph.nodes):
-            wanted = node is selection.source or _read_by(node, found)
+            wanted = node is selected.source or _read_by(node, found)
             if wanted and node not in kept and _is_of_tokens(node):
                 found[node] = None
         blocked = [node for node in found if _hides_quantization(node, found)]
@@ -179,12 +153,12 @@ def _hides_quantization(node: Node, found: Collection[Node]) -> bool:
     return bool(outside) and (quantizes or results)
 
 
-def _move(gm: GraphModule, reader: Node, selection: _Selection, moved: list[Node]) -> None:
+def _move(gm: GraphModule, reader: Node, selected: Selection, moved: list[Node]) -> None:
     new: dict[Node, Node] = {}
 
     def one_token(operand: Node, like: Node) -> Node:
         if operand not in new:
-            new[operand] = add_call(like, aten.slice.Tensor, (operand, -2, selection.start, selection.stop))
+            new[operand] = add_call(like, aten.slice.Tensor, (operand, -2, selected.start, selected.stop))
         return new[operand]
 
     for node in moved:
@@ -194,9 +168,8 @@ def _move(gm: GraphModule, reader: Node, selection: _Selection, moved: list[Node
         key = value_key(node)
         copy.meta = {**node.meta, key: _of_one_token(node.meta[key])}
         new[node] = copy
-    whole = reader.target is aten.slice.Tensor or fake_value(reader).ndim == 3  # type: ignore[union-attr]
-    result = new[selection.source]
-    if whole:
+    result = new[selected.source]
+    if keeps_dimension(reader, selected):
         reader.replace_all_uses_with(result)
     else:
         with gm.graph.inserting_before(reader):

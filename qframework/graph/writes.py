@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat import pytree
@@ -69,6 +69,11 @@ def written_between(first: Node, last: Node, operands: Iterable[Node], own: Coll
             return node
         node = node.next
     return None
+
+
+def returned(graph: Graph, node: Node) -> bool:
+    """Whether a result of the graph may share memory with ``node``."""
+    return any(_overlap(_memory(result), _memory(node)) for result in graph.output_node().all_input_nodes)
 
 
 def _union(several: Iterable[set[int] | None]) -> set[int] | None:

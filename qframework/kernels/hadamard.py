@@ -220,10 +220,16 @@ def _hadamard_quantize_cpu(x: HadamardArguments) -> tuple[Tensor, Tensor]:
 
 
 _SCHEMA = "(Tensor x, Tensor factor, Tensor offset, int block_size)"
+
+
+def _hadamard_decomposed(x: Tensor, factor: Tensor, offset: Tensor, block_size: int) -> Tensor:
+    return hadamard_ref(x, factor, offset, block_size).contiguous()  # as the operator's result
+
+
 HADAMARD = declare(
     f"hadamard{_SCHEMA} -> Tensor",
     HadamardArguments,
-    everywhere=lambda x: hadamard_ref(*x).contiguous(),
+    everywhere=lambda x: _hadamard_decomposed(*x),
     fake=HadamardArguments.empty_like_x,
 )
 HADAMARD_QUANTIZE = declare(
@@ -270,4 +276,4 @@ def hadamard(x: Tensor, factor: Tensor, offset: Tensor, block_size: int) -> Tens
     return torch.ops.qframework.hadamard(x, factor, offset, block_size)
 
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.hadamard.default: hadamard_ref}
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.hadamard.default: _hadamard_decomposed}

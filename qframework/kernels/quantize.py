@@ -226,12 +226,11 @@ def _dynamic_call(x: Tensor, q: Tensor, scale: Tensor) -> tuple[tuple[int], tupl
 def _quantize_cpu(x: QuantizeArguments) -> Tensor:
     check_positive_scale("quantize", "scale", x.scale)
     row_scale("quantize", "scale", x.scale, x.x.shape)
-    return quantize_ref(*x).contiguous()
+    return _quantize_decomposed(*x)
 
 
 def _dynamic_quantize_cpu(x: DynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
-    q, scale = dynamic_quantize_ref(*x)
-    return q.contiguous(), scale.contiguous()
+    return _dynamic_quantize_decomposed(*x)
 
 
 QUANTIZE = declare(
@@ -307,8 +306,18 @@ def dequantize(
     return torch.ops.qframework.dequantize(q, scale, dtype, zero_point)
 
 
+def _quantize_decomposed(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """Contiguous as the operator's result: of a view in another order, the product would copy its operand by itself."""
+    return quantize_ref(x, scale, zero_point).contiguous()
+
+
+def _dynamic_quantize_decomposed(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
+    q, scale = dynamic_quantize_ref(x, granularity)
+    return q.contiguous(), scale.contiguous()
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.qframework.quantize.default: quantize_ref,
-    torch.ops.qframework.dynamic_quantize.default: dynamic_quantize_ref,
+    torch.ops.qframework.quantize.default: _quantize_decomposed,
+    torch.ops.qframework.dynamic_quantize.default: _dynamic_quantize_decomposed,
     torch.ops.qframework.dequantize.default: dequantize_ref,
 }

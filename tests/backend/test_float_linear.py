@@ -323,12 +323,27 @@ class TestFewRows:
         assert self.lowered(monkeypatch, shape, product, options).lowered
 
 
+class MixedChannels(nn.Module):
+    """An MLP with a convolution along the tokens before its activation, as in PVT and SegFormer."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.convolution, self.norm = nn.Conv1d(64, 64, 3, padding=1, groups=64), norm or nn.Identity()
+
+    def forward(self, x):
+        mixed = self.convolution(self.fc1(x).transpose(1, 2)).transpose(1, 2)
+        return self.fc2(F.gelu(self.norm(mixed)).contiguous())
+
+
 @pytest.mark.usefixtures("fresh_dynamo", "no_grad")
 class TestQuantizationAlone:
     """On Hopper, the input of the second linear would be quantized by a kernel of its own."""
 
     @staticmethod
-    def lowered(monkeypatch, model, chip=(9, 0), rows=14):
+    def lowered(monkeypatch, model, chip=(9, 0), rows=14, longest=None):
+        if longest is not None:
+            monkeypatch.setattr(float_linear, "LONGEST_ROW", longest)
         monkeypatch.setattr(float_linear, "capability_of", lambda device: chip)
         monkeypatch.setattr(float_linear, "MANY_ROWS", rows)
         reports, x = [], example()
@@ -344,6 +359,13 @@ class TestQuantizationAlone:
         assert found["fc2"].reason.startswith("another INT8 layer writes its input")
         assert "this layer has 32" in found["fc2"].reason
 
+    def test_long_rows_of_an_activation_stay_in_float(self, monkeypatch):
+        monkeypatch.setattr(float_linear, "LONGEST_ROW", 63)
+        found = self.lowered(monkeypatch, MixedChannels())
+        assert found["fc1"].lowered
+        assert not found["fc2"].lowered
+        assert "computed twice to quantize rows of 64 values" in found["fc2"].reason
+
     @pytest.mark.parametrize(
         ("model", "named"),
         [
@@ -352,8 +374,18 @@ class TestQuantizationAlone:
             (Block(), {"rows": 15}),
             (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 700)), {}),
             (nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)), {}),  # Inductor quantizes
+            (MixedChannels(), {}),
+            (MixedChannels(nn.LayerNorm(64)), {"longest": 63}),
         ],
-        ids=["another chip", "a CPU", "few rows", "many outputs", "a norm in between"],
+        ids=[
+            "another chip",
+            "a CPU",
+            "few rows",
+            "many outputs",
+            "a norm in between",
+            "short rows of an activation",
+            "an activation of a norm",
+        ],
     )
     def test_others_are_quantized(self, monkeypatch, model, named):
         found = self.lowered(monkeypatch, model, **named)

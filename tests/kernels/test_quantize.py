@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from oracle import UNIT, assert_int8_close, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE, dequantize, dynamic_quantize, quantize
+from qframework.kernels.quantize import (
+    DECOMPOSITIONS,
+    DYNAMIC_QUANTIZE,
+    QUANTIZE,
+    dequantize,
+    dynamic_quantize,
+    quantize,
+)
 from qframework.numerics import MIN_SCALE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -202,3 +209,15 @@ def test_bad_input():
         dynamic_quantize(torch.tensor(1.0), "per_token")
     with pytest.raises(UnsupportedError, match=r"q must have dtype int8, got torch.float32"):
         dequantize(x, torch.ones(1))
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)])
+@pytest.mark.parametrize("op", ["quantize", "dynamic_quantize"])
+def test_decompositions_have_the_operators_layout(op, order):
+    """Of a permuted input, elementwise operations keep the order of dimensions; the operator does not."""
+    x, argument = torch.randn(3, 4, 5).permute(order), torch.tensor(0.02) if op == "quantize" else "per_token"
+    operator = getattr(torch.ops.qframework, op).default
+    expected, found = (torch.utils._pytree.tree_leaves(f(x, argument)) for f in (operator, DECOMPOSITIONS[operator]))
+    for ours, decomposed in zip(expected, found, strict=True):
+        assert decomposed.stride() == ours.stride()
+        assert torch.equal(decomposed, ours)
