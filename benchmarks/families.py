@@ -129,8 +129,11 @@ def _tensor(output: Tensor | Sequence[Tensor]) -> Tensor:
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model in ``dtype``, but for frequencies of rotary embeddings, which transformers loads in float32.
 
-    At position 1,024 an angle of a frequency in float16 is wrong by up to half a radian.
+    At position 1,024 an angle of a frequency in float16 is wrong by up to half a radian. Biases of attention that timm
+    kept from a call in float32 are forgotten.
     """
+    for module in model.modules():
+        getattr(module, "attention_bias_cache", {}).clear()
     frequencies = {name: x for name, x in model.named_buffers() if name.rpartition(".")[2].endswith("inv_freq")}
     model = model.to(dtype)
     for name, x in frequencies.items():
