@@ -2,8 +2,8 @@
 
 Each architecture runs at a batch for throughput and at batch 1. Under CUDA graphs run batch 1 and decoding as well.
 Every provider runs in its own process: it compiles and is checked against FP32 eager, ``--jobs`` at a time, and is then
-timed alone, twice; the faster time counts. A record holds the time, the SQNR of the outputs, the first call, and the
-peak memory. The file is rewritten after every provider.
+timed alone, twice; the faster time counts. A record holds the time, that of the kernels alone, which the host does not
+change, the SQNR of the outputs, the first call, and the peak memory. The file is rewritten after every provider.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from benchmarks.boxed import Limits, Phase, add_limits, limits_of, run_plans
 from benchmarks.families_cases import FAMILIES, SEED, SMOKE, Family, Inputs
 from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded
 from benchmarks.models import Forward
+from benchmarks.profile_vit import profile_forward
 from benchmarks.timing import peak_mb, time_provider
 from benchmarks.vit_gpu import check_three, choose_device
 from benchmarks.vit_gpu_cases import PROVIDERS, allow_tf32, inference
@@ -100,8 +101,14 @@ class Measurement:
             rep_ms, min_runs = (SMOKE_REP_MS, 2) if self.plan.smoke else (REP_MS, MIN_RUNS)
             timing = time_provider(fn, self.plan.device, rep_ms=rep_ms, min_runs=min_runs)
             memory = peak_mb(fn, self.plan.device)
+            kernels = self.profiled(fn)
         per_second = self.plan.batch / timing.median_s
-        return replace(checked, **timing.fields(), images_per_second=per_second, peak_mb=memory)
+        fields = {**timing.fields(), "kernels_ms": kernels, "images_per_second": per_second, "peak_mb": memory}
+        return replace(checked, **fields)
+
+    def profiled(self, fn: Callable[[], Tensor]) -> float | None:
+        """Milliseconds of a call's GPU kernels; None without a GPU."""
+        return profile_forward(lambda _: fn(), None, "cuda").ms if self.plan.device == "cuda" else None
 
 
 def _call(forward: Forward, inputs: Inputs, samples: int | None = None) -> Tensor:

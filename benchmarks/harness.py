@@ -65,6 +65,7 @@ class Record:
     p50_ms: float | None = None
     p80_ms: float | None = None
     runs: int | None = None
+    kernels_ms: float | None = None  # of a call, the time of all its GPU kernels: without the host's
     tflops: float | None = None
     gbps: float | None = None
     images_per_second: float | None = None

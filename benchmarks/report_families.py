@@ -35,7 +35,9 @@ its blocks by themselves, which costs it 1 percent for ViT-B at batch 256. At ba
 each, with and without CUDA graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32 of Llama 8B, without the
 head. SQNR is that of the outputs, of random weights, and says little about trained ones. First calls are seconds of
 `torch.compile` and the first call while other models compile on the same processor, relative to FP16's. Encoders take
-sequences of mixed lengths, padded. Each architecture is shown as the newest run that has it measured it, with the FP16
+sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a multiple of ours: where
+it is above 1 and the speed below, the host was slower in launching them, which varies from machine to machine. Each
+architecture is shown as the newest run that has it measured it, with the FP16
 of that run; the runs are listed at the end.
 """
 NOTHING = "\nNothing measured yet.\n"
@@ -152,14 +154,20 @@ def _mean(found: Sequence[Case], mode: str) -> float | None:
 
 def _losses(found: Sequence[Case]) -> str:
     slower = [
-        [str(case["fp16"].model), str(case["fp16"].batch), mode, number(relative(case, mode))]
+        [
+            str(case["fp16"].model),
+            str(case["fp16"].batch),
+            mode,
+            number(relative(case, mode)),
+            _kernels(case[mode], case["fp16"]),
+        ]
         for case in found
         for mode in OURS
         if 0 < relative(case, mode) < 1
     ]
     if not slower:
         return "No architecture is slower than FP16 in any mode.\n"
-    return "Slower than FP16:\n\n" + table(["model", "batch", "mode", "speed"], slower)
+    return "Slower than FP16:\n\n" + table(["model", "batch", "mode", "speed", "kernels"], slower)
 
 
 def _kind(kind: str, found: Sequence[Case]) -> str:
@@ -169,6 +177,7 @@ def _kind(kind: str, found: Sequence[Case]) -> str:
         "batch": lambda case: str(case["fp16"].batch),
         "FP16, ms": lambda case: number(case["fp16"].p50_ms),
         **{mode: functools.partial(_cell, mode=mode) for mode in ("FP8", *OURS)},
+        "kernels": lambda case: _pair(case, lambda record: _kernels(record, case["fp16"])),
         "SQNR, dB": lambda case: _pair(case, lambda record: number(record.sqnr_db)),
         "first call": lambda case: _pair(case, lambda record: _first_call(record, case["fp16"])),
         "memory": lambda case: _pair(case, lambda record: ratio(record.peak_mb or 0, case["fp16"].peak_mb or 0)),
@@ -191,6 +200,11 @@ def _cell(case: Case, mode: str) -> str:
 def _pair(case: Case, text: Callable[[Record], str]) -> str:
     """Dynamic and static."""
     return ", ".join(text(case[mode]) if speed_of(case, mode) else "" for mode in ("dynamic", "static"))
+
+
+def _kernels(record: Record, base: Record) -> str:
+    """FP16's time of kernels as a multiple of the record's; empty where one is unknown."""
+    return ratio(base.kernels_ms or 0, record.kernels_ms or 0)
 
 
 def _first_call(record: Record, base: Record) -> str:
