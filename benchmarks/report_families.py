@@ -35,10 +35,10 @@ its blocks by themselves, which costs it 1 percent for ViT-B at batch 256. At ba
 each, with and without CUDA graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32 of Llama 8B, without the
 head. SQNR is that of the outputs, of random weights, and says little about trained ones. First calls are seconds of
 `torch.compile` and the first call while other models compile on the same processor, relative to FP16's. Encoders take
-sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a multiple of ours: where
-it is above 1 and the speed below, the host was slower in launching them, which varies from machine to machine. Each
-architecture is shown as the newest run that has it measured it, with the FP16
-of that run; the runs are listed at the end.
+sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a multiple of ours:
+where that is above 1 and the speed below, the host was slower in launching them, which varies from machine to machine.
+Each architecture is shown as the newest run that has it measured it, with the FP16 of that run; the runs are listed at
+the end.
 """
 NOTHING = "\nNothing measured yet.\n"
 MODES = {

@@ -29,6 +29,7 @@ from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.attention_patterns import is_assertion
 from qframework.graph.causal_masks import use_causal_flag
+from qframework.graph.dense_masks import make_masks_dense
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
@@ -97,6 +98,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(use_causal_flag),
     lower_static_attention,
     lower_attention,
+    on_graph(make_masks_dense),  # of what is left to PyTorch
     share_mask_blocks,
     fold_channel_scale,
     hoist_quantize,

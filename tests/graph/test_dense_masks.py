@@ -1,0 +1,84 @@
+"""Masks of PyTorch's attention become contiguous along the keys, once for all calls, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qframework.graph.dense_masks import make_masks_dense
+from qframework.graph.nodes import argument, fake_value, operation
+
+Mask = Callable[[Tensor], Tensor]
+STRIDED: dict[str, Mask] = {
+    "heads innermost": lambda bias: bias.permute(2, 0, 1)[None],
+    "and expanded": lambda bias: bias.permute(2, 0, 1)[None].expand(2, -1, -1, -1),
+    "bool": lambda bias: (bias.permute(2, 0, 1) > 0)[None],
+    "transposed": lambda bias: bias.permute(2, 1, 0)[None].contiguous().transpose(-1, -2),
+}
+OTHERS: dict[str, Mask | None] = {
+    "dense": lambda bias: bias.permute(2, 0, 1)[None].contiguous(),
+    "expanded heads": lambda bias: bias[:, :, 0].contiguous().expand(2, 4, -1, -1),
+    "one for all keys": lambda bias: bias[:, :1, 0].expand(-1, 1),
+    "none": None,
+}
+
+
+def run(mask: Mask | None, between: Callable[[Tensor], Any] | None = None) -> tuple[list[Any], Tensor, Tensor]:
+    """The masks and copies of two calls of attention behind the pass, its result, and that without it."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(2, 4, 9, 16), torch.randn(9, 9, 4)
+
+    def attention(x: Tensor, bias: Tensor) -> Tensor:
+        added = None if mask is None else mask(bias)
+        first = F.scaled_dot_product_attention(x, x, x, added)
+        if between is not None and added is not None:
+            between(added)
+        return F.scaled_dot_product_attention(first, x, x, attn_mask=added)
+
+    found: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        make_masks_dense(gm)
+        gm.graph.lint()
+        gm.recompile()
+        for node in gm.graph.nodes:
+            if operation(node) == "scaled_dot_product_attention":
+                found.append(argument(node, 3, "attn_mask"))
+        found.append([node for node in gm.graph.nodes if operation(node) == "clone"])
+        return gm.forward
+
+    torch._dynamo.reset()
+    result = torch.compile(attention, backend=backend, fullgraph=True)(x, bias.clone())
+    return found, result, attention(x, bias.clone())
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_a_strided_mask_is_copied_once(name: str) -> None:
+    (first, second, copies), result, expected = run(STRIDED[name])
+    assert first is second
+    assert len(copies) == 1
+    value, part = fake_value(first), fake_value(copies[0])
+    assert value is not None
+    assert part is not None
+    assert value.stride(-1) == 1
+    assert part.shape[0] == 1, "the expanded dimension stays expanded"
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_stay(name: str) -> None:
+    (_, _, copies), result, expected = run(OTHERS[name])
+    assert not copies
+    torch.testing.assert_close(result, expected)
+
+
+def test_a_written_mask_is_copied_again() -> None:
+    (first, second, copies), result, expected = run(STRIDED["heads innermost"], lambda mask: mask.mul_(2))
+    assert first is not second
+    assert len(copies) == 2
+    torch.testing.assert_close(result, expected)
