@@ -23,7 +23,7 @@ from qframework.kernels.blocks.activation import block_activation, block_activat
 from qframework.kernels.blocks.dropout import block_dropout
 from qframework.kernels.blocks.elementwise import block_add, block_mul
 from qframework.kernels.blocks.gated_activation import block_gated_activation, block_gated_activation_backward
-from qframework.kernels.blocks.linear.block_linear import block_linear
+from qframework.kernels.blocks.linear.block_linear import block_linear, block_linear_sum
 from qframework.kernels.blocks.norm import block_layer_norm, block_rms_norm
 from qframework.kernels.blocks.norm_backward import block_layer_norm_backward, block_rms_norm_backward
 from qframework.kernels.blocks.quantize import (
@@ -51,6 +51,7 @@ __all__ = [
     "block_layer_norm",
     "block_layer_norm_backward",
     "block_linear",
+    "block_linear_sum",
     "block_mul",
     "block_quantize",
     "block_quantize_both",

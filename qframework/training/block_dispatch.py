@@ -31,6 +31,7 @@ from qframework.training.block_tensor import (
     float_of,
     flush,
     overwrite,
+    product_of,
     wrap_blocks,
 )
 from qframework.training.float_view import (
@@ -209,6 +210,9 @@ def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
     """The sum, with row statistics if gradients are enabled, for the normalization that follows in a forward pass."""
     if alpha != 1 or not _alike(x, y):
         return NotImplemented
+    if x.products and y.products:
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        return product_of(x.products + y.products, x.shape, x.block_size, dtype)
     wanted = torch.is_grad_enabled()
     q, scale, statistics = ops.block_add(x.q, x.scale, y.q, y.scale, x.block_size, wanted)
     return wrap_blocks(q, scale, x.block_size, torch.promote_types(x.dtype, y.dtype), statistics if wanted else None)

@@ -79,6 +79,7 @@ CALLS = {
     "block_gated_activation": lambda: (*blocks(), *blocks(), "silu", SIZE),
     "block_gated_activation_backward": lambda: (*blocks(), *blocks(), *blocks(), "silu", SIZE),
     "block_linear": lambda: (*blocks(), *blocks(48, 64), torch.randn(48), SIZE, torch.int8),
+    "block_linear_sum": lambda: ([*blocks(), *blocks(48, 64), *blocks(), *blocks(48, 64)], SIZE, torch.int8),
     "block_layer_norm": lambda: (*blocks(), torch.randn(64), torch.randn(64), 1e-5, SIZE),
     "block_rms_norm": lambda: (*blocks(), torch.randn(64), 1e-5, SIZE),
     "block_sum_rows": lambda: (*blocks(), SIZE),

@@ -1,4 +1,4 @@
-"""The arguments of block_linear and their checks: dtypes, shapes, devices."""
+"""The arguments of block_linear and block_linear_sum and their checks: dtypes, shapes, devices."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from qframework.kernels.runtime.checks import check_same_device
 from qframework.numerics import FLOAT_DTYPES
 
 OUT_DTYPES = (*FLOAT_DTYPES, torch.int8)
+MAX_PAIRS = 3  # of operands, whose products a kernel sums
 
 
 class BlockLinearArguments(NamedTuple):
@@ -38,9 +39,9 @@ class BlockLinearArguments(NamedTuple):
         of_scale = scale_shape(shape, self.block_size) if self.in_blocks else (0, 0)
         return self.a.new_empty(shape, dtype=self.out_dtype), self.a.new_empty(of_scale, dtype=torch.float32)
 
-    def check(self) -> None:
+    def check(self, name: str = "block_linear") -> None:
         """Raise QFrameworkError for invalid arguments. Reads metadata only, since it also gets fake tensors."""
-        name, a, b = "block_linear", self.a, self.b
+        a, b = self.a, self.b
         check_blocks(name, "a", a, self.a_scale, self.block_size)
         check_blocks(name, "b", b, self.b_scale, operand_size(self.block_size))
         if self.in_blocks:
@@ -55,3 +56,41 @@ class BlockLinearArguments(NamedTuple):
             raise UnsupportedError(
                 f"{name}: out_dtype must be float32, float16, bfloat16 or int8, got {self.out_dtype}"
             )
+
+
+class BlockLinearSumArguments(NamedTuple):
+    """The arguments of ``qframework::block_linear_sum``: a, its scale, b and its scale of each pair in turn."""
+
+    operands: list[Tensor]
+    block_size: BlockSize
+    out_dtype: torch.dtype
+
+    @property
+    def pairs(self) -> list[BlockLinearArguments]:
+        """The products that are summed."""
+        fours = [self.operands[i : i + 4] for i in range(0, len(self.operands), 4)]
+        return [BlockLinearArguments._make((*four, None, self.block_size, self.out_dtype)) for four in fours]
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """Allocate the result and its scale."""
+        return self.pairs[0].empty_result()
+
+    def check(self) -> None:
+        """Raise QFrameworkError for invalid arguments, and for products of different shapes."""
+        name, count = "block_linear_sum", len(self.operands)
+        if count % 4 or not 1 <= count // 4 <= MAX_PAIRS:
+            raise QFrameworkError(
+                f"{name}: operands must be a, its scale, b and its scale of 1 to {MAX_PAIRS} pairs, got {count} tensors"
+            )
+        check_block_size(name, self.block_size)
+        first, *others = self.pairs
+        first.check(name)
+        shape = (*first.a.shape[:-1], first.b.shape[0])
+        for each in others:
+            each.check(name)
+            check_same_device(name, first.a, a=each.a)
+            if (*each.a.shape[:-1], each.b.shape[0]) != shape:
+                raise QFrameworkError(
+                    f"{name}: all products must have the shape of the first, {tuple(shape)}, got a "
+                    f"{tuple(each.a.shape)} and b {tuple(each.b.shape)}"
+                )

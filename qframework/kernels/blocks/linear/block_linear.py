@@ -9,6 +9,8 @@ Formula (Jetfire, section 5.3 and algorithm 1; i, j, k number blocks of B rows, 
 
 It computes all three products of training: ``Y = block_linear(X, W)``, ``dX = block_linear(dY, W^T)`` and
 ``dW = block_linear(dY^T, X^T)``, with transposed operands from ``block_transpose`` or ``block_quantize_both``.
+``block_linear_sum`` adds up such products of several pairs of operands in the same float32 sums, for the gradient of an
+``X`` that several linears read.
 
 Layout: ``a (..., K)``, ``b (N, K)``, both with K innermost, as tensor cores require for 8-bit operands; scales as in
 blocks/format.py. Reference and CPU implementation: ``block_linear_ref``. On CUDA, launch.py chooses between triton.py,
@@ -28,18 +30,34 @@ from qframework.kernels.blocks.format import (
     operand_size,
     quantize_blocks_ref,
 )
-from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
-from qframework.kernels.blocks.linear.launch import block_linear_triton
+from qframework.kernels.blocks.linear.arguments import BlockLinearArguments, BlockLinearSumArguments
+from qframework.kernels.blocks.linear.launch import block_linear_sum_triton, block_linear_triton
 from qframework.kernels.runtime.operator import declare, refuse_gradients
 from qframework.numerics import product_dtype
 
 
 def block_linear_ref(args: BlockLinearArguments) -> tuple[Tensor, Tensor]:
     """Reference of ``qframework::block_linear``: the float32 product of the dequantized operands."""
+    return _rounded(_product(args), args)
+
+
+def block_linear_sum_ref(args: BlockLinearSumArguments) -> tuple[Tensor, Tensor]:
+    """Reference of ``qframework::block_linear_sum``: the sum of the products before they are rounded."""
+    first, *others = args.pairs
+    y = _product(first)
+    for each in others:
+        y += _product(each)
+    return _rounded(y, first)
+
+
+def _product(args: BlockLinearArguments) -> Tensor:
     a = dequantize_blocks_ref(args.a, args.a_scale, args.block_size)
     b = dequantize_blocks_ref(args.b, args.b_scale, operand_size(args.block_size))
     wide = product_dtype(a.device)
-    y = F.linear(a.to(wide), b.to(wide), None if args.bias is None else args.bias.to(wide)).float()
+    return F.linear(a.to(wide), b.to(wide), None if args.bias is None else args.bias.to(wide)).float()
+
+
+def _rounded(y: Tensor, args: BlockLinearArguments) -> tuple[Tensor, Tensor]:
     if args.in_blocks:
         return quantize_blocks_ref(y, args.block_size)
     return y.to(args.out_dtype), y.new_empty((0, 0))
@@ -52,6 +70,14 @@ BLOCK_LINEAR = declare(
     cpu=block_linear_ref,
     cuda=block_linear_triton,
     fake=BlockLinearArguments.empty_result,
+)
+
+BLOCK_LINEAR_SUM = declare(
+    "block_linear_sum(Tensor[] operands, int[2] block_size, ScalarType out_dtype) -> (Tensor, Tensor)",
+    BlockLinearSumArguments,
+    cpu=block_linear_sum_ref,
+    cuda=block_linear_sum_triton,
+    fake=BlockLinearSumArguments.empty_result,
 )
 
 
@@ -91,3 +117,27 @@ def block_linear(
     """
     refuse_gradients("block_linear", "qframework.training.linear.Int8Linear", bias=bias)
     return torch.ops.qframework.block_linear(a, a_scale, b, b_scale, bias, block_size, out_dtype)
+
+
+def block_linear_sum(
+    *pairs: tuple[Tensor, Tensor, Tensor, Tensor],
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    out_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """``a @ b.T`` summed over up to three pairs of operands in blocks, which is rounded once.
+
+    Args:
+        *pairs: each ``(a, a_scale, b, b_scale)`` as for :func:`block_linear`. Inner sizes may differ.
+        block_size: of each ``a`` and the result: 32, 64, 128, (32, 128), (1, 128) or (1, 256).
+        out_dtype: as for ``block_linear``.
+
+    Returns:
+        The result and its scale as ``block_linear`` returns them, with its numerics: as one product whose inner
+        dimension is that of all pairs.
+
+    Raises:
+        UnsupportedError: a dtype, block size or device that no kernel supports.
+        QFrameworkError: no pair or more than three, or shapes or devices that do not match.
+    """
+    operands = [operand for pair in pairs for operand in pair]
+    return torch.ops.qframework.block_linear_sum(operands, block_size, out_dtype)

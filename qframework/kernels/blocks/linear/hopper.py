@@ -48,20 +48,30 @@ if HAS_GLUON:
     _MIN_SCALE = gl.constexpr(MIN_SCALE)
 
     @gluon.jit
-    def _place(
-        index, M, N, K, STEPS, BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr
-    ):
-        """Part of K, its first step and its end, and first row and column, of the ``index``-th tile."""
+    def _place(index, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+        """Part of K, and first row and column, of the ``index``-th tile."""
         tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-        part = index // tiles
         start_m, start_n = place(index % tiles, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        return index // tiles, start_m, start_n
+
+    @gluon.jit
+    def _steps(part, K, STEPS, BLOCK: gl.constexpr):
+        """First step and end of a part of K."""
         first = part * STEPS
-        return part, first, gl.minimum(first + STEPS, gl.cdiv(K, BLOCK[1])), start_m, start_n
+        return first, gl.minimum(first + STEPS, gl.cdiv(K, BLOCK[1]))
+
+    @gluon.jit
+    def _of_pair(values, pair, PAIRS: gl.constexpr):
+        """The ``pair``-th of a tuple of scalars."""
+        value = values[0]
+        for i in gl.static_range(1, PAIRS):
+            value = gl.where(pair == i, values[i], value)
+        return value
 
     @gluon.jit
     def _produce(
-        a_desc,
-        b_desc,
+        a_descs,
+        b_descs,
         a_stages,
         b_stages,
         ready,
@@ -72,21 +82,26 @@ if HAS_GLUON:
         BLOCK_N: gl.constexpr,
         GROUP_M: gl.constexpr,
         STAGES: gl.constexpr,
+        PAIRS: gl.constexpr,
     ):
         """The loading warp."""
         WIDTH: gl.constexpr = a_stages.shape[2]
-        M, N, K, STEPS, PARTS = sizes
+        M, N, KS, STEPS, PARTS = sizes
         slot = 0
         phase = 1  # waiting for phase 1 of a new barrier returns at once: all stages are free
         end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) * PARTS
         for index in range(gl.program_id(0), end, gl.num_programs(0)):
-            _, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, BLOCK_N, GROUP_M)
-            for step in range(first * (BLOCK[1] // WIDTH), last * (BLOCK[1] // WIDTH)):
-                mbarrier.wait(free.index(slot), phase)
-                mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * WIDTH)
-                tma_load(a_desc, [start_m, step * WIDTH], ready.index(slot), a_stages.index(slot))
-                tma_load(b_desc, [start_n, step * WIDTH], ready.index(slot), b_stages.index(slot))
-                slot, phase = next_stage(slot, phase, STAGES)
+            part, start_m, start_n = _place(index, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            for pair in range(PAIRS):
+                first, last = _steps(part, _of_pair(KS, pair, PAIRS), STEPS, BLOCK)
+                for step in range(first * (BLOCK[1] // WIDTH), last * (BLOCK[1] // WIDTH)):
+                    mbarrier.wait(free.index(slot), phase)
+                    mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * WIDTH)
+                    for i in gl.static_range(PAIRS):
+                        if pair == i:
+                            tma_load(a_descs[i], [start_m, step * WIDTH], ready.index(slot), a_stages.index(slot))
+                            tma_load(b_descs[i], [start_n, step * WIDTH], ready.index(slot), b_stages.index(slot))
+                    slot, phase = next_stage(slot, phase, STAGES)
 
     @gluon.jit
     def _spread(
@@ -174,11 +189,12 @@ if HAS_GLUON:
         CONSUMERS: gl.constexpr,
         TMA_STORE: gl.constexpr,
         EARLY: gl.constexpr,
+        PAIRS: gl.constexpr,
     ):
         """Multiplying warpgroup 0 or 1, which computes two halves: one BELOW the other, or to the RIGHT of it."""
-        a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr = pointers
+        a_scale_ptrs, b_scale_ptrs, bias_ptr, out_ptr, out_scale_ptr = pointers
         out_desc, a_stages, b_stages, out_stages, ready, free, turn = shared
-        M, N, K, STEPS, PARTS = sizes
+        M, N, KS, STEPS, PARTS = sizes
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
@@ -186,51 +202,66 @@ if HAS_GLUON:
         RIGHT: gl.constexpr = BLOCK_N - 128
         FIRST_ROW: gl.constexpr = WHO * (64 + BELOW)
         OF_BLOCK: gl.constexpr = BLOCK[1] // a_stages.shape[2]  # stages
-        across = gl.cdiv(K, BLOCK[1])
         own_turn = 1 - WHO  # the phase to wait for: the first warpgroup begins at once
         slot = 0
         phase = 0
         end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) * PARTS
         for index in range(gl.program_id(0), end, gl.num_programs(0)):
-            part, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, BLOCK_N, GROUP_M)
+            part, start_m, start_n = _place(index, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             start_m += FIRST_ROW
             upper = gl.zeros((64, 128), gl.float32, layout)
             lower = gl.zeros((64, 128), gl.float32, layout)
-            if BLOCK[0] == 1:
-                ahead = _scales_of_rows(a_scale_ptr, start_m, M, first, across, BELOW, of_rows)
-            for step in range(first, last):
-                for i in gl.static_range(OF_BLOCK):  # stages are a multiple of it, so the phase is the same
-                    mbarrier.wait(ready.index(slot + i), phase)
-                a_and_b = _stage(a_stages, b_stages, slot)
-                next_a_and_b = _stage(a_stages, b_stages, slot + OF_BLOCK - 1)
-                # Scales are loaded before the product and used after it, so that the load overlaps with it.
-                columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
+            for pair in range(PAIRS):  # not unrolled: two loops over K would spill
+                a_scale_ptr, b_scale_ptr = _of_pair(a_scale_ptrs, pair, PAIRS), _of_pair(b_scale_ptrs, pair, PAIRS)
+                K = _of_pair(KS, pair, PAIRS)
+                first, last = _steps(part, K, STEPS, BLOCK)
+                across = gl.cdiv(K, BLOCK[1])
                 if BLOCK[0] == 1:
-                    # One step ahead: each row's scale lies in a cache line of its own, too many for the L1 cache.
-                    rows, rows_below = ahead
-                    ahead = _scales_of_rows(a_scale_ptr, start_m, M, step + 1, across, BELOW, of_rows)
-                else:
-                    rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK[0], of_rows)
-                acc = _multiply(a_and_b, next_a_and_b, turn, own_turn, FIRST_ROW, 0, OF_BLOCK, WHO, CONSUMERS, layout)
-                own_turn ^= 1
-                upper = _dequantize(acc, rows, columns, upper)
-                if EARLY:
-                    upper = _computed_here(upper)
-                if RIGHT > 0:
-                    columns = _spread(b_scale_ptr, start_n + RIGHT, N, step, across, 128, BLOCK_B[0], of_columns)
-                elif BLOCK[0] == 1:
-                    rows = rows_below
-                elif BLOCK[0] < 128:
-                    rows = _spread(a_scale_ptr, start_m + BELOW, M, step, across, 64, BLOCK[0], of_rows)
-                acc = _multiply(
-                    a_and_b, next_a_and_b, turn, own_turn, FIRST_ROW + BELOW, RIGHT, OF_BLOCK, WHO, CONSUMERS, layout
-                )
-                own_turn ^= 1
-                for i in gl.static_range(OF_BLOCK):
-                    mbarrier.arrive(free.index(slot + i), count=1)
-                lower = _dequantize(acc, rows, columns, lower)
-                for _ in gl.static_range(OF_BLOCK):
-                    slot, phase = next_stage(slot, phase, STAGES)
+                    ahead = _scales_of_rows(a_scale_ptr, start_m, M, first, across, BELOW, of_rows)
+                for step in range(first, last):
+                    for i in gl.static_range(OF_BLOCK):  # stages are a multiple of it, so the phase is the same
+                        mbarrier.wait(ready.index(slot + i), phase)
+                    a_and_b = _stage(a_stages, b_stages, slot)
+                    next_a_and_b = _stage(a_stages, b_stages, slot + OF_BLOCK - 1)
+                    # Scales are loaded before the product and used after it, so that the load overlaps with it.
+                    columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
+                    if BLOCK[0] == 1:
+                        # One step ahead: each row's scale lies in a cache line of its own, too many for the L1 cache.
+                        rows, rows_below = ahead
+                        ahead = _scales_of_rows(a_scale_ptr, start_m, M, step + 1, across, BELOW, of_rows)
+                    else:
+                        rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK[0], of_rows)
+                    acc = _multiply(
+                        a_and_b, next_a_and_b, turn, own_turn, FIRST_ROW, 0, OF_BLOCK, WHO, CONSUMERS, layout
+                    )
+                    own_turn ^= 1
+                    upper = _dequantize(acc, rows, columns, upper)
+                    if EARLY:
+                        upper = _computed_here(upper)
+                    if RIGHT > 0:
+                        columns = _spread(b_scale_ptr, start_n + RIGHT, N, step, across, 128, BLOCK_B[0], of_columns)
+                    elif BLOCK[0] == 1:
+                        rows = rows_below
+                    elif BLOCK[0] < 128:
+                        rows = _spread(a_scale_ptr, start_m + BELOW, M, step, across, 64, BLOCK[0], of_rows)
+                    acc = _multiply(
+                        a_and_b,
+                        next_a_and_b,
+                        turn,
+                        own_turn,
+                        FIRST_ROW + BELOW,
+                        RIGHT,
+                        OF_BLOCK,
+                        WHO,
+                        CONSUMERS,
+                        layout,
+                    )
+                    own_turn ^= 1
+                    for i in gl.static_range(OF_BLOCK):
+                        mbarrier.arrive(free.index(slot + i), count=1)
+                    lower = _dequantize(acc, rows, columns, lower)
+                    for _ in gl.static_range(OF_BLOCK):
+                        slot, phase = next_stage(slot, phase, STAGES)
 
             m = start_m + gl.arange(0, 64, layout=of_rows)
             n = start_n + gl.arange(0, 128, layout=of_columns)
@@ -317,6 +348,85 @@ if HAS_GLUON:
         inside = (m < gl.cdiv(M, BLOCK[0]))[:, None] & (n < across)[None, :]
         gl.store(scale_ptr + m[:, None] * across + n[None, :], scale, mask=inside)
 
+    @gluon.jit
+    def _compute(
+        a_scale_ptrs,
+        b_scale_ptrs,
+        a_descs,
+        b_descs,
+        bias_ptr,
+        out_desc,
+        out_ptr,
+        out_scale_ptr,
+        sizes,
+        BLOCK: gl.constexpr,
+        BLOCK_B: gl.constexpr,
+        HAS_BIAS: gl.constexpr,
+        BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
+        GROUP_M: gl.constexpr,
+        STAGES: gl.constexpr,
+        CONSUMERS: gl.constexpr,
+        TMA_STORE: gl.constexpr,
+        EARLY: gl.constexpr,
+        PAIRS: gl.constexpr,
+        OVERLAP: gl.constexpr,
+    ):
+        """The sum of the products of PAIRS pairs of operands, one after the other in the same float32 sums."""
+        WIDTH: gl.constexpr = 128 if BLOCK[1] > 128 else BLOCK[1]
+        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, WIDTH], a_descs[0].layout)
+        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, WIDTH], b_descs[0].layout)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        out_stages = b_stages
+        if TMA_STORE:
+            out_stages = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, 128], out_desc.layout)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(free.index(i), count=CONSUMERS)
+        if CONSUMERS == 2:  # unused but initialized barriers would overlap Triton's shared memory for reductions
+            for i in gl.static_range(2):
+                mbarrier.init(turn.index(i), count=1)
+        fence_async_shared()
+        wait_for_previous_kernel(OVERLAP)
+        pointers = (a_scale_ptrs, b_scale_ptrs, bias_ptr, out_ptr, out_scale_ptr)
+        shared = (out_desc, a_stages, b_stages, out_stages, ready, free, turn)
+        if CONSUMERS == 2:
+            gl.warp_specialize(
+                [
+                    (_consume, (
+                        gl.constexpr(0), pointers, shared, sizes,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, PAIRS,
+                    )),
+                    (_consume, (
+                        gl.constexpr(1), pointers, shared, sizes,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, PAIRS,
+                    )),
+                    (_produce, (
+                        a_descs, b_descs, a_stages, b_stages, ready, free, sizes,
+                        BLOCK, BLOCK_M, BLOCK_N, GROUP_M, STAGES, PAIRS,
+                    )),
+                ],
+                [4, 1],  # warps of the second and third
+                [240, 24],  # their registers; the first one gets the rest
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (_consume, (
+                        gl.constexpr(0), pointers, shared, sizes,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, PAIRS,
+                    )),
+                    (_produce, (
+                        a_descs, b_descs, a_stages, b_stages, ready, free, sizes,
+                        BLOCK, BLOCK_M, BLOCK_N, GROUP_M, STAGES, PAIRS,
+                    )),
+                ],
+                [1],
+                [24],
+            )  # fmt: skip
+
     @gluon.jit(do_not_specialize=["M", "STEPS", "PARTS"])
     def _block_linear_specialized_kernel(
         a_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(K, BLOCK[1])) fp32
@@ -345,59 +455,54 @@ if HAS_GLUON:
         OVERLAP: gl.constexpr = False,
     ):
         """out = a @ b.T + bias. Persistent: each of n programs computes every n-th tile of every part."""
-        WIDTH: gl.constexpr = 128 if BLOCK[1] > 128 else BLOCK[1]
-        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, WIDTH], a_desc.layout)
-        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, WIDTH], b_desc.layout)
-        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        out_stages = b_stages
-        if TMA_STORE:
-            out_stages = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, 128], out_desc.layout)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(ready.index(i), count=1)
-            mbarrier.init(free.index(i), count=CONSUMERS)
-        if CONSUMERS == 2:  # unused but initialized barriers would overlap Triton's shared memory for reductions
-            for i in gl.static_range(2):
-                mbarrier.init(turn.index(i), count=1)
-        fence_async_shared()
-        wait_for_previous_kernel(OVERLAP)
-        pointers = (a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr)
-        shared = (out_desc, a_stages, b_stages, out_stages, ready, free, turn)
-        sizes = (M, N, K, STEPS, PARTS)
-        if CONSUMERS == 2:
-            gl.warp_specialize(
-                [
-                    (_consume, (
-                        gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
-                    )),
-                    (_consume, (
-                        gl.constexpr(1), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
-                    )),
-                    (_produce, (
-                        a_desc, b_desc, a_stages, b_stages, ready, free, sizes,
-                        BLOCK, BLOCK_M, BLOCK_N, GROUP_M, STAGES,
-                    )),
-                ],
-                [4, 1],  # warps of the second and third
-                [240, 24],  # their registers; the first one gets the rest
-            )  # fmt: skip
-        else:
-            gl.warp_specialize(
-                [
-                    (_consume, (
-                        gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY,
-                    )),
-                    (_produce, (
-                        a_desc, b_desc, a_stages, b_stages, ready, free, sizes,
-                        BLOCK, BLOCK_M, BLOCK_N, GROUP_M, STAGES,
-                    )),
-                ],
-                [1],
-                [24],
-            )  # fmt: skip
+        _compute(
+            (a_scale_ptr,), (b_scale_ptr,), (a_desc,), (b_desc,),
+            bias_ptr, out_desc, out_ptr, out_scale_ptr, (M, N, (K,), STEPS, PARTS),
+            BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, 1, OVERLAP,
+        )  # fmt: skip
+
+    @gluon.jit(do_not_specialize=["M", "STEPS"])
+    def _block_linear_sum_specialized_kernel(
+        a_scale_ptr,  # as above, of the first pair of operands
+        b_scale_ptr,
+        a_desc,
+        b_desc,
+        a2_scale_ptr,  # of the second pair, whose inner size is K2
+        b2_scale_ptr,
+        a2_desc,
+        b2_desc,
+        a3_scale_ptr,  # of the third pair, used if PAIRS is 3
+        b3_scale_ptr,
+        a3_desc,
+        b3_desc,
+        out_desc,
+        out_ptr,  # (M, N)
+        out_scale_ptr,
+        M,
+        N,
+        K,
+        K2,
+        K3,
+        STEPS,  # blocks along the longest K
+        PAIRS: gl.constexpr,  # 2 or 3
+        BLOCK: gl.constexpr,
+        BLOCK_B: gl.constexpr,
+        BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
+        GROUP_M: gl.constexpr,
+        STAGES: gl.constexpr,
+        CONSUMERS: gl.constexpr,
+        TMA_STORE: gl.constexpr,
+        EARLY: gl.constexpr = False,
+        OVERLAP: gl.constexpr = False,
+    ):
+        """out = a @ b.T + a2 @ b2.T + a3 @ b3.T. Persistent, as above."""
+        _compute(
+            (a_scale_ptr, a2_scale_ptr, a3_scale_ptr), (b_scale_ptr, b2_scale_ptr, b3_scale_ptr),
+            (a_desc, a2_desc, a3_desc), (b_desc, b2_desc, b3_desc),
+            b_scale_ptr, out_desc, out_ptr, out_scale_ptr, (M, N, (K, K2, K3), STEPS, 1),
+            BLOCK, BLOCK_B, False, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, PAIRS, OVERLAP,
+        )  # fmt: skip
 
     kernel: Any = _block_linear_specialized_kernel
+    sum_kernel: Any = _block_linear_sum_specialized_kernel

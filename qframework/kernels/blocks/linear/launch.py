@@ -1,4 +1,4 @@
-"""Launches of block_linear: choice of kernel and tile, split of K, grid, constants, tensor descriptors."""
+"""Launches of block_linear and block_linear_sum: kernel, tile, split of K, grid, constants, descriptors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from qframework.kernels.blocks.format import BlockSize, block_shape, canonical_size, operand_size
 from qframework.kernels.blocks.linear import hopper as specialized
-from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
+from qframework.kernels.blocks.linear.arguments import MAX_PAIRS, BlockLinearArguments, BlockLinearSumArguments
 from qframework.kernels.blocks.linear.tiles import STEP, BlockTile, Choice, choice_for, count_tiles
-from qframework.kernels.blocks.linear.triton import _block_linear_kernel
+from qframework.kernels.blocks.linear.triton import _block_linear_kernel, _block_linear_sum_kernel
 from qframework.kernels.blocks.tiles import contiguous
 from qframework.kernels.linear.hopper import describe
 from qframework.kernels.runtime.chip import check_device, chip_of
@@ -35,12 +35,39 @@ def block_linear_triton(args: BlockLinearArguments, choice: Choice | None = None
     return out, out_scale
 
 
+def block_linear_sum_triton(args: BlockLinearSumArguments, tile: BlockTile | None = None) -> tuple[Tensor, Tensor]:
+    """``block_linear_sum`` on a GPU, with ``tile`` or the best one for the problem."""
+    check_device(args.operands[0].device)
+    pairs = [contiguous(each) for each in args.pairs]
+    if len(pairs) == 1:
+        return block_linear_triton(pairs[0])
+    out, out_scale = pairs[0].empty_result()
+    if out.numel() == 0:
+        return out, out_scale
+    kernel, grid, arguments, constants = _call_sum(pairs, tile or _tile_of_sum(pairs), out, out_scale)
+    launch(kernel, grid)(*arguments, **constants)
+    return out, out_scale
+
+
 def _choice(args: BlockLinearArguments) -> Choice:
     n, k = args.b.shape
-    aligned = not any(t.data_ptr() % 16 for t in (args.a, args.b))
-    tma = k > 0 and k % 16 == 0 and not (args.in_blocks and n % 16) and aligned
     m = args.a.shape[:-1].numel()
-    return choice_for(args.a.device, m, n, k, canonical_size(args.block_size), tma, args.in_blocks)
+    return choice_for(args.a.device, m, n, k, canonical_size(args.block_size), _by_tma(args), args.in_blocks)
+
+
+def _by_tma(args: BlockLinearArguments) -> bool:
+    """Whether operands, and a result in blocks, are laid out as tensor descriptors require."""
+    n, k = args.b.shape
+    aligned = not any(t.data_ptr() % 16 for t in (args.a, args.b))
+    return k > 0 and k % 16 == 0 and not (args.in_blocks and n % 16) and aligned
+
+
+def _tile_of_sum(pairs: list[BlockLinearArguments]) -> BlockTile:
+    """The tile for one product with all inner columns, in one part, since sums of parts are not added up."""
+    first = pairs[0]
+    m, n, k = first.a.shape[:-1].numel(), first.b.shape[0], sum(each.b.shape[1] for each in pairs)
+    size, tma = canonical_size(first.block_size), all(map(_by_tma, pairs))
+    return choice_for(first.a.device, m, n, k, size, tma, True).tile
 
 
 def _call(
@@ -49,8 +76,25 @@ def _call(
     """The launch that writes ``out``, or the sums of each part of K: kernel, grid, arguments and constants."""
     n, k = args.b.shape
     m = args.a.shape[:-1].numel()
-    step = block_shape(args.block_size)[1]
-    width = min(step, STEP)
+    operands = (*(of_pair := _operands(args, tile)), args.b_scale if args.bias is None else args.bias)
+    sizes = (m, n, k, cdiv(cdiv(k, block_shape(args.block_size)[1]), parts))
+    has_bias, tiles = args.bias is not None and parts == 1, count_tiles(tile, m, n)
+    if not tile.consumers:
+        constants = tile_constants(tile, k, args.block_size, has_bias)
+        constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        return _block_linear_kernel, (tiles, parts, 1), (*operands, out, out_scale, *sizes), constants
+    by_tma = stores_by_tma(out.dtype, n)
+    to = describe(out, (m, n), n, (specialized.ROWS, specialized.COLUMNS)) if by_tma else of_pair[-1]
+    constants = specialized_constants(tile, args.block_size, has_bias, by_tma) | specialized_options(tile)
+    programs = min(tiles * parts, chip_of(out.device)[1] * tile.programs)
+    return specialized.kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes, parts), constants
+
+
+def _operands(args: BlockLinearArguments, tile: BlockTile) -> tuple[Any, Any, Any, Any]:
+    """The scales of a and b, and a and b as the kernel reads them."""
+    n, k = args.b.shape
+    m = args.a.shape[:-1].numel()
+    width = min(block_shape(args.block_size)[1], STEP)
     a: Any = args.a
     b: Any = args.b
     if tile.tma and tile.consumers:
@@ -59,18 +103,31 @@ def _call(
     elif tile.tma:
         a = TensorDescriptor(a, (m, k), (k, 1), (tile.block_m, width))
         b = TensorDescriptor(b, (n, k), (k, 1), (tile.block_n, width))
-    operands = (args.a_scale, args.b_scale, a, b, args.b_scale if args.bias is None else args.bias)
-    sizes = (m, n, k, cdiv(cdiv(k, step), parts))
-    has_bias, tiles = args.bias is not None and parts == 1, count_tiles(tile, m, n)
+    return args.a_scale, args.b_scale, a, b
+
+
+def _call_sum(
+    pairs: list[BlockLinearArguments], tile: BlockTile, out: Tensor, out_scale: Tensor
+) -> tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+    """The launch that writes the sum of products to ``out``: kernel, grid, arguments and constants."""
+    first, count = pairs[0], len(pairs)
+    pairs = pairs + [first] * (MAX_PAIRS - count)  # of those past the last, the kernel reads nothing
+    m, n, block_size = first.a.shape[:-1].numel(), first.b.shape[0], first.block_size
+    inner = [each.b.shape[1] for each in pairs]
+    operands = [x for each in pairs for x in _operands(each, tile)]
+    tiles = count_tiles(tile, m, n)
     if not tile.consumers:
-        constants = tile_constants(tile, k, args.block_size, has_bias)
+        even = tile.tma or not any(k % block_shape(block_size)[1] for k in inner)
+        constants = {"PAIRS": count} | tile_constants(tile, 0, block_size, False) | {"EVEN_K": even}
+        del constants["HAS_BIAS"]
         constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        return _block_linear_kernel, (tiles, parts, 1), (*operands, out, out_scale, *sizes), constants
+        return _block_linear_sum_kernel, (tiles, 1, 1), (*operands, out, out_scale, m, n, *inner), constants
     by_tma = stores_by_tma(out.dtype, n)
-    to = describe(out, (m, n), n, (specialized.ROWS, specialized.COLUMNS)) if by_tma else b
-    constants = specialized_constants(tile, args.block_size, has_bias, by_tma) | specialized_options(tile)
-    programs = min(tiles * parts, chip_of(out.device)[1] * tile.programs)
-    return specialized.kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes, parts), constants
+    to = describe(out, (m, n), n, (specialized.ROWS, specialized.COLUMNS)) if by_tma else operands[3]
+    constants = sum_constants(count, tile, block_size, by_tma) | specialized_options(tile)
+    sizes = (m, n, *inner, cdiv(max(inner), block_shape(block_size)[1]))
+    programs = min(tiles, chip_of(out.device)[1] * tile.programs)
+    return specialized.sum_kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes), constants
 
 
 def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -113,6 +170,13 @@ def specialized_constants(tile: BlockTile, block_size: BlockSize, has_bias: bool
         "TMA_STORE": tma_store,
         "EARLY": tile.early,
     }
+
+
+def sum_constants(pairs: int, tile: BlockTile, block_size: BlockSize, tma_store: bool) -> dict[str, Any]:
+    """``specialized_constants`` for the sum of ``pairs`` products, which spills less if it is early."""
+    constants = specialized_constants(tile._replace(early=True), block_size, False, tma_store)
+    del constants["HAS_BIAS"]
+    return {"PAIRS": pairs} | constants
 
 
 def specialized_options(tile: BlockTile) -> dict[str, int]:

@@ -12,7 +12,12 @@ from test_compile_targets import CHIPS, compile_for, stack_bytes
 from qframework.kernels.blocks.format import BLOCK_SIZES, block_shape
 from qframework.kernels.blocks.linear import hopper as specialized
 from qframework.kernels.blocks.linear import tiles as block_linear_tiles
-from qframework.kernels.blocks.linear.launch import specialized_constants, specialized_options, tile_constants
+from qframework.kernels.blocks.linear.launch import (
+    specialized_constants,
+    specialized_options,
+    sum_constants,
+    tile_constants,
+)
 from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, STEP, choose_tile, parts_of
 from qframework.kernels.blocks.linear.triton import _block_linear_kernel
 from qframework.kernels.linear.hopper import layout
@@ -103,6 +108,33 @@ def test_specialized(tile, block_size, out, bias, tmp_path):
     assert "setmaxnreg" in ptx
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
     # A multiprocessor has 228 KB, of which each program takes 1 KB for the system.
+    assert (compiled.metadata.shared + 1024) * tile.programs <= 228 * 1024
+
+
+@pytest.mark.sample(1 / 3)
+@pytest.mark.parametrize("pairs", [2, 3])
+@pytest.mark.parametrize("out", ["bf16", "i8"])
+@pytest.mark.parametrize(
+    ("tile", "block_size"), [(tile, size) for tile, size in SPECIALIZED if block_shape(size)[1] >= 128]
+)
+def test_sums_of_products(tile, block_size, out, pairs, tmp_path):
+    """One loop over K for all pairs: a loop for each would spill sums in the loop."""
+    columns = min(block_shape(block_size)[1], STEP)
+    types = {"out_ptr": f"*{out}", "out_scale_ptr": "*fp32"}
+    types |= dict.fromkeys(("M", "N", "K", "K2", "K3", "STEPS"), "i32")
+    types["out_desc"] = described(out, specialized.ROWS, specialized.COLUMNS)
+    for i in ("", "2", "3"):
+        types |= {f"a{i}_scale_ptr": "*fp32", f"b{i}_scale_ptr": "*fp32"}
+        types[f"a{i}_desc"] = described("i8", tile.block_m, columns)
+        types[f"b{i}_desc"] = described("i8", tile.block_n, columns)
+    constants = sum_constants(pairs, tile, block_size, True)
+    multiples = ("N", "K", "K2", "K3")
+    compiled = compile_for("sm_90", specialized.sum_kernel, types, constants, multiples, **specialized_options(tile))
+    ptx = compiled.asm["ptx"]
+    products = tile.consumers * 2 * block_shape(block_size)[1] // 32
+    assert len(re.findall(r"wgmma\.mma_async\S*s32\.s8\.s8", ptx)) == products
+    few_rows = block_size == (32, 128)  # their scales are what spills
+    assert stack_bytes(compiled, tmp_path) <= (4 * MAX_STACK if few_rows else MAX_STACK)
     assert (compiled.metadata.shared + 1024) * tile.programs <= 228 * 1024
 
 

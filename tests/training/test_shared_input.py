@@ -1,0 +1,237 @@
+"""Gradients of a tensor that several linears read: one sum of products, rounded once, in every kind of graph."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from qframework.kernels.blocks.format import BLOCK_SIZES
+from qframework.training import BlockTensor, quantize_blocks
+from qframework.training.convert import convert_to_int8_training
+from qframework.training.linear import Int8Linear
+
+SUM, ADD, PRODUCT = "block_linear_sum", "block_add", "block_linear"
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of this package's operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "qframework":
+            self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def linears(count, columns=72, block_size=(1, 128), **options):
+    return [Int8Linear(columns, 40 + 8 * i, block_size=block_size, **options) for i in range(count)]
+
+
+def case(columns=72, block_size=(1, 128)):
+    return quantize_blocks(torch.randn(3, 50, columns), block_size).detach().requires_grad_()
+
+
+def total(layers, x):
+    """A scalar whose gradients differ between layers."""
+    return sum((layer(x).dequantize() * torch.linspace(-1, 2, layer.out_features)).square().sum() for layer in layers)
+
+
+def gradient_alone(layer, x):
+    """The exact gradient of one layer's input for INT8 operands, from a float result."""
+    return torch.autograd.grad(total([layer], x), x)[0]
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_joined(block_size, count, bias):
+    """More accurate than the sum of rounded gradients, against the sum of products in FP64."""
+    torch.manual_seed(0)
+    x, layers = case(block_size=block_size), linears(count, block_size=block_size, bias=bias)
+    with Calls() as calls:
+        (grad,) = torch.autograd.grad(total(layers, x), x)
+        got = grad.dequantize()
+    assert isinstance(grad, BlockTensor)
+    assert (calls.count[SUM], calls.count[ADD]) == (1, 0)
+
+    alone = [gradient_alone(layer, x) for layer in layers]
+    exact = sum(product_in_float64(each) for each in alone)
+    added = alone[0]
+    for each in alone[1:]:
+        added.q  # noqa: B018  (computes and rounds it)
+        added = quantize_blocks(added.dequantize() + each.dequantize(), block_size)
+    assert (got - exact).norm() < 0.9 * (added.dequantize() - exact).norm()
+
+
+def product_in_float64(grad):
+    """Of a gradient that is not computed yet."""
+    ((a, a_scale, b, b_scale),) = grad.products
+    size = grad.block_size
+    of_b = size if isinstance(size, int) else (32, size[1])
+    dequantize = torch.ops.qframework.block_dequantize
+    return dequantize(a, a_scale, size).double() @ dequantize(b, b_scale, of_b).double().T
+
+
+def test_gradients_of_parameters_do_not_change():
+    torch.manual_seed(0)
+    x, layers = case(), linears(3, bias=True)
+    total(layers, x).backward()
+    together = [parameter.grad.clone() for layer in layers for parameter in layer.parameters()]
+    alone = [torch.autograd.grad(total([layer], x), list(layer.parameters())) for layer in layers]
+    for got, expected in zip(together, [each for layer in alone for each in layer], strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_more_than_three_are_summed_in_groups():
+    torch.manual_seed(0)
+    x, layers = case(), linears(7, bias=False)
+    with Calls() as calls:
+        (grad,) = torch.autograd.grad(total(layers, x), x)
+        got = grad.dequantize()
+    assert (calls.count[SUM], calls.count[PRODUCT], calls.count[ADD]) == (2, 2 * 7 + 1, 2)
+    exact = sum(product_in_float64(gradient_alone(layer, x)) for layer in layers)
+    assert (got - exact).norm() < 0.02 * exact.norm()
+
+
+def test_a_lone_linear_has_the_product_of_its_own():
+    torch.manual_seed(0)
+    x, (layer,) = case(), linears(1)
+    (grad,) = torch.autograd.grad(total([layer], x), x)
+    (operands,) = grad.products
+    q, scale = torch.ops.qframework.block_linear(*operands, None, (1, 128), torch.int8)
+    assert torch.equal(grad.q, q)
+    assert torch.equal(grad.scale, scale)
+    assert grad.products == ()
+
+
+def test_with_another_reader_of_the_input():
+    """The gradient of a float operation is added to the sum, wherever it comes in between."""
+    torch.manual_seed(0)
+    x, layers = case(), linears(3, bias=False)
+    for place in range(4):
+
+        def loss(x, place=place):
+            terms = [total([layer], x) for layer in layers]
+            return sum(terms[:place]) + (x.dequantize() * 3).square().sum() + sum(terms[place:])
+
+        (grad,) = torch.autograd.grad(loss(x), x)
+        exact = sum(product_in_float64(gradient_alone(layer, x)) for layer in layers) + 18 * x.dequantize()
+        assert (grad.dequantize() - exact).norm() < 0.02 * exact.norm()
+
+
+def test_hooks_see_the_whole_gradient_in_blocks():
+    torch.manual_seed(0)
+    x, layers, seen = case(), linears(2), []
+    y = x * 2.0
+    y.retain_grad()
+    y.register_hook(lambda grad: seen.append((grad.q.clone(), grad.scale.clone())))
+    with Calls() as calls:
+        total(layers, y).backward()
+    assert calls.count[SUM] == 1
+    assert torch.equal(seen[0][0], y.grad.q)
+    assert torch.equal(seen[0][1], y.grad.scale)
+    assert torch.equal(x.grad.dequantize(), 2 * y.grad.dequantize())
+
+
+def test_copies_of_a_gradient_that_is_not_computed_yet(tmp_path):
+    x, layers = case(), linears(2)
+
+    def made():
+        return torch.autograd.grad(total(layers, x), x)[0]
+
+    expected = made().dequantize()
+    for grad in (
+        made().clone(),
+        made().detach(),
+        copy.deepcopy(made()),
+        made().to(torch.bfloat16),
+        made().view(-1, 72),
+    ):
+        assert torch.equal(grad.dequantize().float().view_as(expected), expected.to(grad.dtype).float())
+    torch.save(made(), tmp_path / "grad.pt")
+    with torch.serialization.safe_globals([BlockTensor]):
+        assert torch.equal(torch.load(tmp_path / "grad.pt").dequantize(), expected)
+    assert "BlockTensor(shape=(3, 50, 72)" in repr(made())
+    assert not hasattr(made(), "something")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(reentrant):
+    torch.manual_seed(0)
+    x, layers = case(), linears(3, bias=False)
+    (expected,) = torch.autograd.grad(total(layers, x), x)
+    checkpoint(lambda x: total(layers, x), x, use_reentrant=reentrant).backward()
+    assert torch.equal(x.grad.dequantize(), expected.dequantize())
+
+
+def test_float_inputs_have_float_gradients():
+    torch.manual_seed(0)
+    x, layers = torch.randn(40, 72, requires_grad=True), linears(2)
+    with Calls() as calls:
+        total(layers, x).backward()
+    assert type(x.grad) is torch.Tensor
+    assert calls.count[SUM] == 0
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).train()
+    return convert_to_int8_training(model, skip_slower=False)
+
+
+def test_a_llama():
+    """A sum for q, k and v and one for gate and up of each block."""
+    model, tokens = llama(), torch.randint(0, 64, (2, 16))
+    with Calls() as calls, torch.autocast("cpu", torch.bfloat16):
+        model(tokens, labels=tokens).loss.backward()
+    assert calls.count[SUM] == 2 * 2
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiled_llama(fresh_dynamo, autocast):
+    graphs = []
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        def keep(graph, inputs):
+            graphs.append(Counter(getattr(node.target, "_opname", "") for node in graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
+
+    model, tokens = llama(), torch.randint(0, 64, (2, 16))
+    grads = {}
+    for name, run in {"eager": model, "compiled": torch.compile(model, backend=backend)}.items():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            run(tokens, labels=tokens).loss.backward()
+        grads[name] = [parameter.grad for parameter in model.parameters()]
+    _, backward = graphs
+    assert (backward[SUM], backward[ADD]) == (2 * 2, 2 * 2)  # of a block; the additions join the residual stream
+    for got, expected in zip(grads["compiled"], grads["eager"], strict=True):
+        assert (got - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_an_optimizer_step_with_plain_modules_between():
+    """Linears of blocks behind a float module, which read one quantized input each: nothing is joined."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(72, 72), *linears(1))
+    with Calls() as calls:
+        model(torch.randn(40, 72)).dequantize().sum().backward()
+    assert calls.count[SUM] == 0
+    assert all(parameter.grad is not None for parameter in model.parameters())
