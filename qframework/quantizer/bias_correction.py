@@ -8,7 +8,8 @@ and ``y'`` that of the quantized one, the bias of each output channel absorbs th
 The means are measured over all positions of all batches, layer after layer: ``y'`` is a layer's output after the layers
 before it have been quantized and corrected, which the paper calls empirical bias correction. On the same data this
 can only reduce the mean squared error of the layer's output, by ``(E[y] - E[y'])^2`` in each channel. It costs nothing
-at run time; a linear without a bias gets one, which INT8 linears add in their epilogue.
+at run time; a linear without a bias gets one, which INT8 linears add in their epilogue. Layers that a recipe left in
+float are corrected too: their inputs have mean errors of the layers before.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from qframework.errors import CalibrationError
 from qframework.graph.attributes import add_attribute, attribute, replace_attribute
 from qframework.graph.nodes import linear_call
-from qframework.quantizer.layerwise import LayerwiseRun, ObservedLinear, quantized_linears, take_batches
+from qframework.quantizer.annotate_linear import is_linear
+from qframework.quantizer.layerwise import LayerwiseRun, quantized_linears, take_batches
+from qframework.quantizer.quantizer import is_kept_in_float, layer_name
 
 
 def correct_bias(prepared: GraphModule, data: Iterable[Any], *, batches: int | None = None) -> None:
-    """Correct the biases of all quantized linears of a calibrated model, in place, also after ``round_weights``.
+    """Correct the biases of a calibrated model's linears, in place, also after ``round_weights``.
 
     The float model is the prepared one without quantization; attention by a variant is quantized in both.
 
@@ -43,15 +46,21 @@ def correct_bias(prepared: GraphModule, data: Iterable[Any], *, batches: int | N
     inputs = take_batches(prepared, data, batches, "correct_bias")
     expected = LayerwiseRun(prepared, inputs, quantized=False)
     actual = LayerwiseRun(prepared, inputs, quantized=True)
-    for linear in quantized_linears(prepared):
-        node = linear.node
+    for node, layer in corrected_linears(prepared).items():
         for run in (expected, actual):
             run.advance(node.next)
         difference = _mean(expected.values(node)) - _mean(actual.values(node))
         if not bool(torch.isfinite(difference).all()):
-            raise CalibrationError(f"layer {linear.observer.layer!r}: the outputs must be finite, got NaN or infinity")
-        actual.shift(node, _add_to_bias(prepared, linear, difference))
+            raise CalibrationError(f"layer {layer!r}: the outputs must be finite, got NaN or infinity")
+        actual.shift(node, _add_to_bias(prepared, node, layer, difference))
     prepared.recompile()
+
+
+def corrected_linears(prepared: GraphModule) -> dict[Node, str]:
+    """The linears that are quantized or that a recipe left in float, in graph order, with the layers' names."""
+    quantized = {linear.node: linear.observer.layer for linear in quantized_linears(prepared)}
+    left = {node: layer_name(node) for node in prepared.graph.nodes if is_kept_in_float(node) and is_linear(node)}
+    return {node: (quantized | left)[node] for node in prepared.graph.nodes if node in quantized or node in left}
 
 
 def _mean(outputs: Iterable[Tensor]) -> Tensor:
@@ -65,9 +74,8 @@ def _mean(outputs: Iterable[Tensor]) -> Tensor:
     return total / max(count, 1)
 
 
-def _add_to_bias(prepared: GraphModule, linear: ObservedLinear, difference: Tensor) -> Tensor:
+def _add_to_bias(prepared: GraphModule, node: Node, layer: str, difference: Tensor) -> Tensor:
     """Returns the change of the bias ``(N,)``, rounded to its dtype."""
-    node = linear.node
     call = linear_call(node)
     assert call is not None
     if call.bias is not None and call.bias.op == "get_attr":
@@ -75,10 +83,11 @@ def _add_to_bias(prepared: GraphModule, linear: ObservedLinear, difference: Tens
         new = (old.double() + difference).to(old.dtype)
         replace_attribute(prepared, call.bias, node, new)
         return new - old
-    weight = attribute(prepared, linear.weight)
+    observed = call.weight.op == "call_module"
+    weight = attribute(prepared, call.weight.all_input_nodes[0] if observed else call.weight)
     moved = difference.to(weight.dtype)
     with prepared.graph.inserting_before(node):
-        bias = add_attribute(prepared, f"{linear.observer.layer}_bias", nn.Parameter(moved, weight.requires_grad))
+        bias = add_attribute(prepared, f"{layer}_bias", nn.Parameter(moved, weight.requires_grad))
         if call.bias is not None:  # computed in the graph
             bias = prepared.graph.call_function(torch.ops.aten.add.Tensor, (call.bias, bias))
     node.args = (call.input, call.weight, bias)

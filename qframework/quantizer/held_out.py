@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from qframework.quantizer.bias_correction import corrected_linears
 from qframework.quantizer.layerwise import Inputs, LayerwiseRun, quantized_linears, take_batches
 from qframework.quantizer.output_error import typical_error
 
@@ -53,7 +54,7 @@ class _Snapshot:
         self._tensors: dict[str, Tensor] = dict(prepared.named_parameters(remove_duplicate=False))
         self._tensors.update(prepared.named_buffers(remove_duplicate=False))
         self._linears = quantized_linears(prepared)
-        nodes = [node for linear in self._linears for node in (linear.node, linear.observed)]
+        nodes = [*corrected_linears(prepared), *(linear.observed for linear in self._linears)]
         self._arguments = {node: (node.args, node.kwargs) for node in nodes}
         self._nodes = set(prepared.graph.nodes)
         self._rounded = [

@@ -287,6 +287,11 @@ def keep_in_float(node: Node) -> None:
     node.meta[_OVERRIDE] = None
 
 
+def is_kept_in_float(node: Node) -> bool:
+    """Whether ``keep_in_float`` was called for ``node``, in the exported graph or before it was prepared."""
+    return node.meta.get(_OVERRIDE, node) is None
+
+
 def check_quantizer(quantizer: object, what: str) -> None:
     """Raise UnsupportedError unless ``quantizer`` is a QFrameworkQuantizer."""
     if not isinstance(quantizer, QFrameworkQuantizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from quantizer_models import Mlp, exported, linears
+from quantizer_models import Mlp, exported, linears, quantized_layers
 from torch import nn
 from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -13,6 +13,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from qframework.errors import CalibrationError
 from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, static_int8
 from qframework.quantizer.bias_correction import correct_bias
+from qframework.quantizer.quantizer import keep_in_float
 from qframework.quantizer.weight_rounding import round_weights
 
 CLIPPED = static_int8(observer="percentile", percentile=98.0)
@@ -43,6 +44,25 @@ def bias_twin(weight, bias, batches, threshold):
     scale = np.abs(weight).max(1, keepdims=True) / 127
     w_int = np.rint(weight / scale)
     return bias + (x @ weight.T).mean(0) - ((x_int * threshold / 127) @ (w_int * scale).T).mean(0)
+
+
+def test_a_layer_that_a_recipe_left_in_float_is_corrected_and_one_that_a_rule_left_is_not():
+    torch.manual_seed(0)
+    model, data = Mlp().eval(), [skewed(64, 8, seed=k) for k in range(3)]
+    only_first = QFrameworkQuantizer().set_module_name("fc1", CLIPPED)
+    for quantizer in (QFrameworkQuantizer().set_global(CLIPPED), only_first):
+        graph = exported(model, data[0], dynamic_batch=True)
+        if quantizer is not only_first:
+            keep_in_float(linears(graph)[1])
+        prepared = prepare_pt2e(graph, quantizer)
+        calibrate(prepared, data)
+        correct_bias(prepared, data)
+        moved = prepared.get_parameter("fc2.bias") - model.fc2.bias
+        assert bool(moved.abs().max() > 1e-3) == (quantizer is not only_first)
+        if quantizer is not only_first:
+            int8, x = convert_pt2e(prepared), torch.cat(data)
+            assert quantized_layers(int8) == {"fc1"}
+            torch.testing.assert_close(int8(x).mean(0), model(x).mean(0), rtol=0, atol=1e-5)
 
 
 def test_it_matches_numpy():

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantizer_models import exported
+from quantizer_models import exported, linears
 from torch import Tensor, nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework.numerics import sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate, correct_bias, round_weights, static_int8
 from qframework.quantizer.held_out import HeldOut
+from qframework.quantizer.quantizer import keep_in_float
 
 QUANTIZER = QFrameworkQuantizer().set_global(static_int8())
 
@@ -34,16 +35,20 @@ def data(seed: int, batches: int = 3, rows: int = 64) -> list[Tensor]:
     return [torch.randn(rows, 12, generator=generator) + 0.5 for _ in range(batches)]
 
 
-def prepared(batches: list[Tensor]):
-    model = prepare_pt2e(exported(Net(), batches[0], dynamic_batch=True), QUANTIZER)
+def prepared(batches: list[Tensor], last_in_float: bool = False):
+    graph = exported(Net(), batches[0], dynamic_batch=True)
+    if last_in_float:
+        keep_in_float(linears(graph)[-1])
+    model = prepare_pt2e(graph, QUANTIZER)
     calibrate(model, batches, progress=False)
     return model
 
 
+@pytest.mark.parametrize("last_in_float", [False, True])
 @pytest.mark.parametrize("step", [round_weights, correct_bias])
-def test_a_step_that_makes_it_worse_leaves_no_trace(step) -> None:
+def test_a_step_that_makes_it_worse_leaves_no_trace(step, last_in_float: bool) -> None:
     batches = data(0)
-    model, untouched = prepared(batches), prepared(batches)
+    model, untouched = prepared(batches, last_in_float), prepared(batches, last_in_float)
     judge = HeldOut(model, batches[:1])
     nodes = len(model.graph.nodes)
 
