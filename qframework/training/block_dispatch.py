@@ -28,10 +28,10 @@ from qframework.training.block_tensor import (
     Handler,
     as_blocks,
     blocks_of,
+    defer_blocks,
     float_of,
     flush,
     overwrite,
-    product_of,
     wrap_blocks,
 )
 from qframework.training.float_view import (
@@ -210,12 +210,13 @@ def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
     """The sum, with row statistics if gradients are enabled, for the normalization that follows in a forward pass."""
     if alpha != 1 or not _alike(x, y):
         return NotImplemented
-    if x.products and y.products:
-        dtype = torch.promote_types(x.dtype, y.dtype)
-        return product_of(x.products + y.products, x.shape, x.block_size, dtype)
-    wanted = torch.is_grad_enabled()
+    dtype, wanted = torch.promote_types(x.dtype, y.dtype), torch.is_grad_enabled()
+    for one, other in () if wanted else ((x, y), (y, x)):
+        total = None if one.deferred is None else one.deferred.plus(other)
+        if total is not None:
+            return defer_blocks(total, x.shape, x.block_size, dtype)
     q, scale, statistics = ops.block_add(x.q, x.scale, y.q, y.scale, x.block_size, wanted)
-    return wrap_blocks(q, scale, x.block_size, torch.promote_types(x.dtype, y.dtype), statistics if wanted else None)
+    return wrap_blocks(q, scale, x.block_size, dtype, statistics if wanted else None)
 
 
 @implements(aten.add_.Tensor)

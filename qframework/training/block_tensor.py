@@ -48,14 +48,12 @@ from torch import Tensor
 from qframework.compat.dispatch import disabled_torch_function, make_wrapper_subclass
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, CanonicalSize, canonical_size, check_blocks
-from qframework.kernels.blocks.linear.arguments import MAX_PAIRS
 from qframework.kernels.runtime.checks import check_dtype, check_float_input
 from qframework.numerics import FLOAT_DTYPES
+from qframework.training.deferred import Deferred
 from qframework.training.function import Int8Function
 
 Handler = Callable[..., Any]
-Product = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The operands of a product: a, its scale, b and its scale, as ``block_linear`` takes them."""
 Context = tuple[CanonicalSize, torch.dtype, bool]
 """The context of ``__tensor_flatten__``: block size, dtype, and whether there are statistics."""
 
@@ -95,8 +93,8 @@ class BlockTensor(Tensor):
     scale: Tensor
     block_size: CanonicalSize
     dispatch: ClassVar[Handler]  # what ATen operators do with one; block_dispatch.py sets it
-    products: tuple[Product, ...] = ()
-    """Of ``product_of``: pairs of operands whose products are summed when ``q`` or ``scale`` is first read."""
+    deferred: Deferred | None = None
+    """Of a gradient that is computed when ``q`` or ``scale`` is first read, see deferred.py."""
     _memory: Memory | None = None
 
     @staticmethod
@@ -113,11 +111,11 @@ class BlockTensor(Tensor):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """``q`` and ``scale`` of a sum of products: computes them once."""
-        if name not in ("q", "scale") or not self.products:
+        """``q`` and ``scale`` of a deferred gradient: computes them once."""
+        if name not in ("q", "scale") or self.deferred is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.q, self.scale = sum_products(self.products, self.block_size)
-        self.products = ()
+        self.q, self.scale = self.deferred.compute(self.block_size)
+        self.deferred = None
         return getattr(self, name)
 
     @property
@@ -222,31 +220,13 @@ def wrap_blocks(
     return made
 
 
-def product_of(
-    products: tuple[Product, ...], shape: tuple[int, ...] | torch.Size, block_size: BlockSize, dtype: torch.dtype
+def defer_blocks(
+    deferred: Deferred, shape: tuple[int, ...] | torch.Size, block_size: BlockSize, dtype: torch.dtype
 ) -> BlockTensor:
-    """The sum of products of blocks, as a BlockTensor of ``shape`` that is computed when it is first read.
-
-    For gradients: autograd adds those of an input that several linears read. Adding two sums joins their products, so
-    that one operator computes all of them and rounds once, whatever models and graphs the linears are in.
-    """
-    like = products[0][0]
-    made = make_wrapper_subclass(BlockTensor, torch.Size(shape), dtype=dtype, device=like.device)
-    made.block_size, made.statistics, made.products = canonical_size(block_size), None, products
+    """A gradient of ``shape`` that is computed when it is first read."""
+    made = make_wrapper_subclass(BlockTensor, torch.Size(shape), dtype=dtype, device=deferred.device)
+    made.block_size, made.statistics, made.deferred = canonical_size(block_size), None, deferred
     return made
-
-
-def sum_products(products: tuple[Product, ...], block_size: BlockSize) -> tuple[Tensor, Tensor]:
-    """The sum of products in blocks, rounded after every MAX_PAIRS of them."""
-    first, rest = products[:MAX_PAIRS], products[MAX_PAIRS:]
-    if len(first) == 1:
-        total = torch.ops.qframework.block_linear(*first[0], None, block_size, torch.int8)
-    else:
-        operands = [operand for product in first for operand in product]
-        total = torch.ops.qframework.block_linear_sum(operands, block_size, torch.int8)
-    if rest:
-        *total, _ = torch.ops.qframework.block_add(*total, *sum_products(rest, block_size), block_size)
-    return tuple(total)
 
 
 def blocks_of(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BlockTensor:

@@ -11,7 +11,7 @@ Along the inner dimension, blocks must have the same length in both operands: W 
 already are; others are dequantized and quantized again for dW.
 
 Gradients in blocks are computed when they are read. Of a tensor that several linears read, that is after autograd has
-added them, and they are one sum of products that is rounded once (``product_of``).
+added them, and they are one sum of products that is rounded once (deferred.py).
 
 A float operand is read once for both of its products: W and a float X in the forward pass, which keeps the second form
 in INT8, a float dY in the backward pass.
@@ -36,7 +36,8 @@ from qframework.kernels.blocks.format import (
     operand_size,
     transposed_size,
 )
-from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, product_of, wrap_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, defer_blocks, new_seed, wrap_blocks
+from qframework.training.deferred import Products
 from qframework.training.function import Int8Function
 
 Output = Literal["block", "float"]
@@ -157,7 +158,7 @@ def input_gradient(ctx: Any, grad: Blocks, weight: Blocks) -> Tensor:
     """dX, in blocks if X is in blocks: then it is computed when it is read, with those it was added to until then."""
     if ctx.in_blocks:
         shape = *grad[0].shape[:-1], weight[0].shape[0]
-        return product_of(((*grad, *weight),), shape, ctx.block_size, ctx.x_dtype)
+        return defer_blocks(Products(((*grad, *weight),)), shape, ctx.block_size, ctx.x_dtype)
     return torch.ops.qframework.block_linear(*grad, *weight, None, ctx.block_size, ctx.x_dtype)[0]
 
 

@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm from blocks to blocks (Jetfire, section 6.2), with the float modules' parameters.
 
 A normalization after an addition uses the row statistics of the addition (appendix A) and reads its input only once;
-others compute their own. Weight and bias stay float, as in the paper; their gradients are summed in float32.
+others compute their own. The gradient of its input is computed when it is read, and with it the sum with that of the
+residual stream (deferred.py). Weight and bias stay float, as in the paper; their gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from qframework.compat.modules import parameters
 from qframework.errors import UnsupportedError
 from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, check_block_size
-from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, wrap_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, defer_blocks, float_of, wrap_blocks
+from qframework.training.deferred import NormGradient
 from qframework.training.function import Int8Function
 
 
@@ -39,12 +41,11 @@ class Int8LayerNormFunction(Int8Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         grad = as_blocks(grad, x.block_size)
-        q, scale, dweight, dbias = torch.ops.qframework.block_layer_norm_backward(
-            grad.q, grad.scale, x.q, x.scale, weight, mean, rstd, x.block_size
-        )
+        operands = grad.q, grad.scale, x.q, x.scale, weight, mean, rstd
+        sums, dweight, dbias = torch.ops.qframework.block_norm_sums(*operands, x.block_size)
         dweight = None if weight is None else dweight.to(weight.dtype)
         dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
-        return input_gradient(ctx.in_blocks, q, scale, x), dweight, dbias, None, None
+        return norm_gradient(ctx.in_blocks, (*operands, sums), x), dweight, dbias, None, None
 
 
 @torch.compiler.allow_in_graph
@@ -65,11 +66,16 @@ class Int8RMSNormFunction(Int8Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         grad = as_blocks(grad, x.block_size)
-        q, scale, dweight = torch.ops.qframework.block_rms_norm_backward(
-            grad.q, grad.scale, x.q, x.scale, weight, rstd, x.block_size
-        )
+        operands = grad.q, grad.scale, x.q, x.scale, weight, None, rstd
+        sums, dweight, _ = torch.ops.qframework.block_norm_sums(*operands, x.block_size)
         dweight = None if weight is None else dweight.to(weight.dtype)
-        return input_gradient(ctx.in_blocks, q, scale, x), dweight, None, None
+        return norm_gradient(ctx.in_blocks, (*operands, sums), x), dweight, None, None
+
+
+def norm_gradient(in_blocks: bool, operands: tuple[Any, ...], x: BlockTensor) -> Tensor:
+    """The gradient as a BlockTensor if the input was one, computed with what is added to it; otherwise as floats."""
+    gradient = defer_blocks(NormGradient(operands), x.shape, x.block_size, x.dtype)
+    return gradient if in_blocks else float_of(gradient)
 
 
 def input_gradient(in_blocks: bool, q: Tensor, scale: Tensor, x: BlockTensor) -> Tensor:

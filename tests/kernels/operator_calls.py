@@ -85,6 +85,10 @@ CALLS = {
     "block_sum_rows": lambda: (*blocks(), SIZE),
     "block_layer_norm_backward": lambda: (*blocks(), *blocks(), torch.randn(64), torch.randn(40), scale(40), SIZE),
     "block_rms_norm_backward": lambda: (*blocks(), *blocks(), torch.randn(64), scale(40), SIZE),
+    "block_norm_sums": lambda: (*blocks(), *blocks(), torch.randn(64), torch.randn(40), scale(40), SIZE),
+    "block_norm_gradient": lambda: (
+        *(*blocks(), *blocks(), torch.randn(64), None, scale(40), torch.randn(40, 2), *blocks(), SIZE),
+    ),
     "block_quantize": lambda: (torch.randn(40, 64), SIZE, torch.randint(0, 2**31, ())),
     "block_quantize_both": lambda: (torch.randn(40, 64), SIZE),
     "block_dequantize": lambda: (*blocks(), SIZE, torch.float16),

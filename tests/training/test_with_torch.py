@@ -123,7 +123,7 @@ def test_inductor_knows_the_operators_of_pytorch_before_2_15(monkeypatch: pytest
 
     monkeypatch.setattr(compilation, "_FIXED", (9999, 0))
     compilation.register_fallbacks.__wrapped__()
-    for name in ("block_quantize", "block_linear", "block_layer_norm_backward", "block_sum_rows", "check_finite"):
+    for name in ("block_quantize", "block_linear", "block_norm_gradient", "block_sum_rows", "check_finite"):
         assert getattr(torch.ops.qframework, name).default in lowerings, name
     compilation.register_fallbacks.__wrapped__()  # once more
 

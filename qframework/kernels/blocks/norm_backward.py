@@ -18,10 +18,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, quantize_blocks_ref, row_count
+from qframework.errors import QFrameworkError
+from qframework.kernels.blocks.format import (
+    DEFAULT_BLOCK_SIZE,
+    BlockSize,
+    check_blocks,
+    dequantize_blocks_ref,
+    quantize_blocks_ref,
+    row_count,
+)
 from qframework.kernels.blocks.primitives import load_tile, quantize_tile, store_tile
 from qframework.kernels.blocks.sum_rows import add_up, store_sums, stretch_origin, stretches
 from qframework.kernels.blocks.tiles import (
+    Blocks,
     check_alike,
     check_vector,
     contiguous,
@@ -34,6 +43,7 @@ from qframework.kernels.blocks.tiles import (
     rows_of_tile,
     tile_of,
 )
+from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.launch import cdiv, launch
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
@@ -87,10 +97,88 @@ class BlockRMSNormBackwardArguments(NamedTuple):
         _check("block_rms_norm_backward", self)
 
 
+class BlockNormSumsArguments(NamedTuple):
+    """The arguments of ``qframework::block_norm_sums``; those of an RMSNorm have no mean."""
+
+    dy: Tensor
+    dy_scale: Tensor
+    x: Tensor
+    x_scale: Tensor
+    weight: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    block_size: BlockSize
+
+    def empty_result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Allocate the sums of rows, dweight, and dbias, which is empty for an RMSNorm."""
+        rows, columns = row_count(self.x.shape), self.x.shape[-1]
+        shapes = (rows, 2), (columns,), (0 if self.mean is None else columns,)
+        sums, dweight, dbias = (self.x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        return sums, dweight, dbias
+
+    def check(self) -> None:
+        """Raise QFrameworkError for invalid operands."""
+        _check("block_norm_sums", self)
+        check_vector("block_norm_sums", "mean", self.mean, row_count(self.x.shape), self.x)
+
+
+class BlockNormGradientArguments(NamedTuple):
+    """The arguments of ``qframework::block_norm_gradient``; z is another gradient of x, or None."""
+
+    dy: Tensor
+    dy_scale: Tensor
+    x: Tensor
+    x_scale: Tensor
+    weight: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    sums: Tensor
+    z: Tensor | None
+    z_scale: Tensor | None
+    block_size: BlockSize
+
+    def empty_result(self) -> Blocks:
+        """Allocate the gradient in blocks."""
+        return empty_blocks(self.x, self.block_size)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for invalid operands."""
+        name = "block_norm_gradient"
+        _check(name, self.of_norm)
+        check_vector(name, "mean", self.mean, row_count(self.x.shape), self.x)
+        check_dtype(name, "sums", self.sums, (torch.float32,))
+        check_same_device(name, self.x, sums=self.sums)
+        if tuple(self.sums.shape) != (row_count(self.x.shape), 2):
+            raise QFrameworkError(
+                f"{name}: sums must have shape {(row_count(self.x.shape), 2)}, got {tuple(self.sums.shape)}"
+            )
+        if (self.z is None) != (self.z_scale is None):
+            raise QFrameworkError(f"{name}: z and z_scale must both be given or both be None")
+        if self.z is not None and self.z_scale is not None:
+            check_blocks(name, "z", self.z, self.z_scale, self.block_size)
+            check_same_device(name, self.x, z=self.z)
+            if self.z.shape != self.x.shape:
+                raise QFrameworkError(
+                    f"{name}: z must have the shape of x, {tuple(self.x.shape)}, got {tuple(self.z.shape)}"
+                )
+
+    @property
+    def of_norm(self) -> BlockNormSumsArguments:
+        """The arguments of the norm alone."""
+        return BlockNormSumsArguments(*self[:7], self.block_size)
+
+
 BackwardArguments = BlockLayerNormBackwardArguments | BlockRMSNormBackwardArguments
 
 
-def _check(operator: str, args: BackwardArguments) -> None:
+def _sums_arguments(args: BackwardArguments) -> BlockNormSumsArguments:
+    mean = args.mean if isinstance(args, BlockLayerNormBackwardArguments) else None
+    return BlockNormSumsArguments(
+        args.dy, args.dy_scale, args.x, args.x_scale, args.weight, mean, args.rstd, args.block_size
+    )
+
+
+def _check(operator: str, args: BackwardArguments | BlockNormSumsArguments) -> None:
     check_alike(operator, args)
     check_vector(operator, "weight", args.weight, args.x.shape[-1], args.x)
     check_vector(operator, "rstd", args.rstd, row_count(args.x.shape), args.x)
@@ -98,15 +186,40 @@ def _check(operator: str, args: BackwardArguments) -> None:
 
 def block_norm_backward_ref(args: BackwardArguments) -> tuple[Tensor, ...]:
     """Reference of ``qframework::block_layer_norm_backward`` and ``qframework::block_rms_norm_backward``."""
-    rstd, columns = args.rstd[:, None], args.x.shape[-1]
+    of_norm = _sums_arguments(args)
+    sums, dweight, dbias = block_norm_sums_ref(of_norm)
+    gradients = *block_norm_gradient_ref(_gradient_arguments(of_norm, sums)), dweight
+    return (*gradients, dbias) if of_norm.mean is not None else gradients
+
+
+def _gradient_arguments(args: BlockNormSumsArguments, sums: Tensor) -> BlockNormGradientArguments:
+    return BlockNormGradientArguments(*args[:7], sums, None, None, args.block_size)
+
+
+def _values(args: BlockNormSumsArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, g and n of a reference, (R, C) fp32."""
+    columns = args.x.shape[-1]
     dy, x = (each.reshape(-1, columns) for each in dequantized(args))
     g = dy if args.weight is None else dy * args.weight.float()
-    normal = (x - args.mean[:, None] if isinstance(args, BlockLayerNormBackwardArguments) else x) * rstd
-    dx = g - g.mean(-1, keepdim=True) if isinstance(args, BlockLayerNormBackwardArguments) else g
-    dx = dx - normal * (g * normal).mean(-1, keepdim=True)
-    dx, dx_scale = quantize_blocks_ref(dx * rstd, args.block_size)
-    gradients = dx.view(args.x.shape), dx_scale, (dy * normal).sum(0)
-    return (*gradients, dy.sum(0)) if isinstance(args, BlockLayerNormBackwardArguments) else gradients
+    return dy, g, (x if args.mean is None else x - args.mean[:, None]) * args.rstd[:, None]
+
+
+def block_norm_sums_ref(args: BlockNormSumsArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference of ``qframework::block_norm_sums``."""
+    dy, g, n = _values(args)
+    dbias = dy.new_empty(0) if args.mean is None else dy.sum(0)
+    return torch.stack((g.sum(-1), (g * n).sum(-1)), 1), (dy * n).sum(0), dbias
+
+
+def block_norm_gradient_ref(args: BlockNormGradientArguments) -> Blocks:
+    """Reference of ``qframework::block_norm_gradient``."""
+    _, g, n = _values(args.of_norm)
+    mean_g, mean_gn = (args.sums / args.x.shape[-1]).split(1, 1)
+    dx = ((g if args.mean is None else g - mean_g) - n * mean_gn) * args.rstd[:, None]
+    if args.z is not None and args.z_scale is not None:
+        dx = dx + dequantize_blocks_ref(args.z, args.z_scale, args.block_size).view_as(dx)
+    dx, dx_scale = quantize_blocks_ref(dx, args.block_size)
+    return dx.view(args.x.shape), dx_scale
 
 
 @triton.jit
@@ -202,12 +315,15 @@ def _norm_backward_kernel(
     mean_ptr,  # (R,) fp32, read unless RMS
     rstd_ptr,  # (R,) fp32
     sums_ptr,  # (R, 2) fp32: sum(g), read unless RMS, and sum(g n) of each row
+    z_ptr,  # like dy, read where ADDS
+    z_scale_ptr,
     dx_ptr,  # like dy
     dx_scale_ptr,
     R,
     C,
     RMS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    ADDS: tl.constexpr,
     STRETCH: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -215,7 +331,7 @@ def _norm_backward_kernel(
     EVEN: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """dx. A program computes one tile; grid (tiles of all stretches,)."""
+    """dx, or dx + z. A program computes one tile; grid (tiles of all stretches,)."""
     wait_for_previous_kernel(OVERLAP)
     row, column = _last_read_first(R, C, STRETCH, TILE_M, TILE_N)
     dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
@@ -229,23 +345,35 @@ def _norm_backward_kernel(
     dx = g * rstd[:, None]
     if not EVEN:
         dx = tl.where(inside_tile(row, column, R, C, TILE_M, TILE_N), dx, 0.0)
+    if ADDS:
+        dx += load_tile(z_ptr, z_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     q, dx_scale = quantize_tile(dx, BLOCK)
     store_tile(dx_ptr, dx_scale_ptr, q, dx_scale, row, column, R, C, BLOCK, EVEN)
 
 
 def block_norm_backward_triton(args: BackwardArguments) -> tuple[Tensor, ...]:
     """``block_layer_norm_backward`` and ``block_rms_norm_backward`` on a GPU."""
+    of_norm = _sums_arguments(args)
+    sums, dweight, dbias = block_norm_sums_triton(of_norm)
+    gradients = *block_norm_gradient_triton(_gradient_arguments(of_norm, sums)), dweight
+    return (*gradients, dbias) if of_norm.mean is not None else gradients
+
+
+def _operands(args: BlockNormSumsArguments) -> tuple[tuple[Tensor, ...], dict[str, bool]]:
+    """The tensors that both kernels read, and their flags. Any tensor serves as a pointer that they do not use."""
+    args, unread = contiguous(args), args.rstd
+    vectors = (unread if args.weight is None else args.weight, unread if args.mean is None else args.mean, args.rstd)
+    flags = {"RMS": args.mean is None, "HAS_WEIGHT": args.weight is not None}
+    return (args.dy, args.dy_scale, args.x, args.x_scale, *vectors), flags
+
+
+def block_norm_sums_triton(args: BlockNormSumsArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """``block_norm_sums`` on a GPU."""
     rows, columns = rows_and_columns(args.x)
-    RMS = isinstance(args, BlockRMSNormBackwardArguments)
-    dx = empty_blocks(args.x, args.block_size)
+    empty = args.empty_result()
     if args.x.numel() == 0:
-        return *dx, *(args.x.new_zeros(columns, dtype=torch.float32) for _ in range(1 if RMS else 2))
-    args = contiguous(args)
-    unread = args.rstd  # any tensor serves as a pointer that the kernels do not use
-    mean = args.mean if isinstance(args, BlockLayerNormBackwardArguments) else unread
-    vectors = (unread if args.weight is None else args.weight, mean, args.rstd)
-    operands = (args.dy, args.dy_scale, args.x, args.x_scale, *vectors)
-    flags = {"RMS": RMS, "HAS_WEIGHT": args.weight is not None}
+        return empty[0].zero_(), empty[1].zero_(), empty[2].zero_()
+    operands, flags = _operands(args)
     tile = rows_of_tile(columns, args.block_size)
     length, count = stretches(rows, columns, tile)
     across = cdiv(columns, tile["TILE_N"])
@@ -254,13 +382,31 @@ def block_norm_backward_triton(args: BackwardArguments) -> tuple[Tensor, ...]:
     launch(_norm_sums_kernel, (count * across,))(
         *operands, per_row, dweight, dbias, rows, columns, **flags, STRETCH=length, **tile
     )
-    row_sums, *column_sums = add_up(per_row, dweight) if RMS else add_up(per_row, dweight, dbias)
+    if args.mean is None:
+        row_sums, dweight = add_up(per_row, dweight)
+        return row_sums.view(rows, 2), dweight, empty[2]
+    row_sums, dweight, dbias = add_up(per_row, dweight, dbias)
+    return row_sums.view(rows, 2), dweight, dbias
+
+
+def block_norm_gradient_triton(args: BlockNormGradientArguments) -> Blocks:
+    """``block_norm_gradient`` on a GPU."""
+    rows, columns = rows_and_columns(args.x)
+    dx = args.empty_result()
+    if args.x.numel() == 0:
+        return dx
+    operands, flags = _operands(args.of_norm)
+    adds = args.z is not None and args.z_scale is not None
+    z = (args.z.contiguous(), args.z_scale.contiguous()) if adds else dx  # type: ignore[union-attr]
+    length, _ = stretches(rows, columns, rows_of_tile(columns, args.block_size))
     tile = tile_of(rows, columns, args.block_size)
     length = max(length, tile["TILE_M"])
     tile["EVEN"] = tile["EVEN"] and rows % length == 0  # otherwise tiles of the last stretch lie outside
     grid = (cdiv(rows, length) * (length // tile["TILE_M"]) * cdiv(columns, tile["TILE_N"]),)
-    launch(_norm_backward_kernel, grid)(*operands, row_sums, *dx, rows, columns, **flags, STRETCH=length, **tile)
-    return *dx, *column_sums
+    launch(_norm_backward_kernel, grid)(
+        *operands, args.sums.contiguous(), *z, *dx, rows, columns, **flags, ADDS=adds, STRETCH=length, **tile
+    )
+    return dx
 
 
 BLOCK_LAYER_NORM_BACKWARD = declare(
@@ -278,6 +424,23 @@ BLOCK_RMS_NORM_BACKWARD = declare(
     cpu=block_norm_backward_ref,
     cuda=block_norm_backward_triton,
     fake=BlockRMSNormBackwardArguments.empty_result,
+)
+
+BLOCK_NORM_SUMS = declare(
+    "block_norm_sums(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor? weight, Tensor? mean, Tensor rstd, "
+    "int[2] block_size) -> (Tensor, Tensor, Tensor)",
+    BlockNormSumsArguments,
+    cpu=block_norm_sums_ref,
+    cuda=block_norm_sums_triton,
+    fake=BlockNormSumsArguments.empty_result,
+)
+BLOCK_NORM_GRADIENT = declare(
+    "block_norm_gradient(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor? weight, Tensor? mean, "
+    "Tensor rstd, Tensor sums, Tensor? z, Tensor? z_scale, int[2] block_size) -> (Tensor, Tensor)",
+    BlockNormGradientArguments,
+    cpu=block_norm_gradient_ref,
+    cuda=block_norm_gradient_triton,
+    fake=BlockNormGradientArguments.empty_result,
 )
 
 

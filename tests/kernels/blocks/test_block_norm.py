@@ -18,7 +18,12 @@ from qframework.kernels import (
 from qframework.kernels.blocks import norm_backward as backward_module
 from qframework.kernels.blocks import sum_rows as sums_module
 from qframework.kernels.blocks.norm import BLOCK_LAYER_NORM, BLOCK_RMS_NORM
-from qframework.kernels.blocks.norm_backward import BLOCK_LAYER_NORM_BACKWARD, BLOCK_RMS_NORM_BACKWARD
+from qframework.kernels.blocks.norm_backward import (
+    BLOCK_LAYER_NORM_BACKWARD,
+    BLOCK_NORM_GRADIENT,
+    BLOCK_NORM_SUMS,
+    BLOCK_RMS_NORM_BACKWARD,
+)
 
 OPERATORS = {
     "cpu": (block_layer_norm, block_layer_norm_backward, block_rms_norm, block_rms_norm_backward),
@@ -67,13 +72,13 @@ def normalized(x, is_rms):
     return n, rstd, ROOT * n.abs() + 16 * UNIT * (x.abs() + x.abs().mean(1, keepdim=True)) * rstd
 
 
-def assert_gradients(got, exact, x, dy, weight, is_rms, shape, block_size):
+def assert_gradients(got, exact, x, dy, weight, is_rms, shape, block_size, added=0.0):
     """dx is within a step plus the error of three float32 terms, gradients of parameters within their roundings."""
     n, rstd, n_off = normalized(x, is_rms)
     g = dy * weight
     terms = g.abs() + g.abs().mean(1, keepdim=True) + n.abs() * (g * n).abs().mean(1, keepdim=True)
     spread = n_off * (g * n).abs().mean(1, keepdim=True) + n.abs() * (g.abs() * n_off).mean(1, keepdim=True)
-    error = rstd * (4 * ROOT * terms + 2 * spread)
+    error = rstd * (4 * ROOT * terms + 2 * spread) + 4 * UNIT * abs(added)
     assert_blocks(got[0], got[1], exact[0].view(shape), error.view(shape), block_size)
     off = 64 * UNIT * (dy * n).abs().sum(0) + (dy.abs() * n_off).sum(0)
     assert ((got[2].cpu().double() - exact[1]).abs() <= off).all()
@@ -115,6 +120,47 @@ def test_rms_norm(rms_norm, rms_norm_backward, place, shape, block_size):
     exact.backward(gradient)
     got = rms_norm_backward(*dy, *x, weight, rstd, block_size)
     assert_gradients(got, (rows.grad, w.grad), rows.detach(), gradient, w.detach(), True, shape, block_size)
+
+
+@pytest.fixture
+def passes(implementation):
+    ops = torch.ops.qframework
+    return {
+        "cpu": (ops.block_norm_sums, ops.block_norm_gradient),
+        "triton": (BLOCK_NORM_SUMS.cuda, BLOCK_NORM_GRADIENT.cuda),
+    }[implementation]
+
+
+@pytest.mark.parametrize(("shape", "block_size"), CASES)
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_another_gradient_is_added_before_rounding(passes, layer_norm, rms_norm, place, shape, block_size, is_rms):
+    """As for a residual stream; without another one, the result is bit for bit that of the gradient's own operator."""
+    x, dy, z = (operand(shape, block_size, place, seed=seed) for seed in range(3))
+    weight, bias = vectors(shape[-1], place)
+    if is_rms:
+        mean, rstd = None, rms_norm(*x, weight, EPS, block_size, None)[2]
+    else:
+        mean, rstd = layer_norm(*x, weight, bias, EPS, block_size, None)[2:]
+    of_sums, gradient = passes
+    operands = *dy, *x, weight, mean, rstd
+    sums, *of_parameters = of_sums(*operands, block_size)
+    got = *gradient(*operands, sums, *z, block_size), *of_parameters
+
+    rows = values(*x, block_size).reshape(-1, shape[-1]).requires_grad_()
+    w = weight.cpu().double().requires_grad_()
+    n, _, _ = normalized(rows, is_rms)
+    given, others = (values(*each, block_size).reshape(rows.shape) for each in (dy, z))
+    (n * w).backward(given)
+    exact = rows.grad + others, w.grad, given.sum(0)
+    assert_gradients(got, exact, rows.detach(), given, w.detach(), is_rms, shape, block_size, others)
+
+    whole = (BLOCK_RMS_NORM_BACKWARD if is_rms else BLOCK_LAYER_NORM_BACKWARD).implementations
+    run = whole["CPU" if gradient is torch.ops.qframework.block_norm_gradient else "CUDA"]
+    vectors_of_rows = (rstd,) if is_rms else (mean, rstd)
+    expected = run(*dy, *x, weight, *vectors_of_rows, block_size)
+    alone = *gradient(*operands, sums, None, None, block_size), *of_parameters
+    for one, other in zip(alone, expected, strict=False):  # an RMSNorm's has no dbias
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -256,6 +302,11 @@ def test_opcheck(device):
     mean, rstd = torch.zeros(40, device=device), torch.ones(40, device=device)
     torch.library.opcheck(ops.block_layer_norm_backward.default, (*dy, *x, weight, mean, rstd, 32))
     torch.library.opcheck(ops.block_rms_norm_backward.default, (*dy, *x, None, rstd, 32))
+    for of_mean in (mean, None):
+        torch.library.opcheck(ops.block_norm_sums.default, (*dy, *x, weight, of_mean, rstd, 32))
+        sums = torch.zeros(40, 2, device=device)
+        for z in ((None, None), dy):
+            torch.library.opcheck(ops.block_norm_gradient.default, (*dy, *x, weight, of_mean, rstd, sums, *z, 32))
 
 
 def test_parameters_that_require_a_gradient_are_refused():
@@ -282,3 +333,10 @@ def test_bad_input():
         block_layer_norm_backward(*x, *x, None, torch.zeros(1), torch.ones(40), 32)
     with pytest.raises(UnsupportedError, match=r"block_size must be one of .*, got 100"):
         block_rms_norm_backward(*x, *x, None, torch.ones(40), 100)
+    ops, ones, sums = torch.ops.qframework, torch.ones(40), torch.zeros(40, 2)
+    with pytest.raises(QFrameworkError, match=r"block_norm_gradient: sums must have shape \(40, 2\), got \(40,\)"):
+        ops.block_norm_gradient(*x, *x, None, None, ones, ones, None, None, 32)
+    with pytest.raises(QFrameworkError, match=r"z and z_scale must both be given"):
+        ops.block_norm_gradient(*x, *x, None, None, ones, sums, x[0], None, 32)
+    with pytest.raises(QFrameworkError, match=r"block_norm_gradient: z must have the shape of x, \(40, 70\)"):
+        ops.block_norm_gradient(*x, *x, None, None, ones, sums, *operand((40, 60), 32, "cpu"), 32)

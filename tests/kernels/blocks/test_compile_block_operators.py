@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted
 COLUMNS = 8192
 FLOATS = ("scale", "partial", "statistics", "weight", "bias", "mean", "rstd", "rows", "sums", "sum", "a", "b", "c")
 NORM = {"HAS_WEIGHT": True}
+GRADIENT = {"STRETCH": 256, "ADDS": False}
 # Module, kernel and its flags.
 KERNELS = {
     "gelu": ("activation", "_block_activation_kernel", {"KIND": "gelu"}),
@@ -45,7 +46,17 @@ KERNELS = {
     "rms_norm": ("norm", "_block_norm_kernel", NORM | {"RMS": True, "HAS_BIAS": False}),
     "layer_norm_sums": ("norm_backward", "_norm_sums_kernel", NORM | {"RMS": False, "STRETCH": 256}),
     "rms_norm_sums": ("norm_backward", "_norm_sums_kernel", NORM | {"RMS": True, "STRETCH": 256}),
-    "layer_norm_backward": ("norm_backward", "_norm_backward_kernel", NORM | {"RMS": False, "STRETCH": 256}),
+    "layer_norm_backward": ("norm_backward", "_norm_backward_kernel", NORM | GRADIENT | {"RMS": False}),
+    "layer_norm_backward_and_add": (
+        "norm_backward",
+        "_norm_backward_kernel",
+        NORM | GRADIENT | {"RMS": False, "ADDS": True},
+    ),
+    "rms_norm_backward_and_add": (
+        "norm_backward",
+        "_norm_backward_kernel",
+        NORM | GRADIENT | {"RMS": True, "ADDS": True},
+    ),
     "sum_rows": ("sum_rows", "_block_sum_rows_kernel", {"STRETCH": 256}),
     "add_up": ("sum_rows", "_add_up_kernel", {"SUMMED": 64, "num_warps": 4}),
 }

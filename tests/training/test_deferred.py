@@ -1,4 +1,4 @@
-"""Gradients of a tensor that several linears read: one sum of products, rounded once, in every kind of graph."""
+"""Gradients of a tensor that several operators read: one sum, rounded once, in every kind of graph."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from qframework.kernels.blocks.format import BLOCK_SIZES
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.convert import convert_to_int8_training
 from qframework.training.linear import Int8Linear
+from qframework.training.norm import Int8LayerNorm, Int8RMSNorm
 
 SUM, ADD, PRODUCT = "block_linear_sum", "block_add", "block_linear"
 
@@ -74,7 +75,7 @@ def test_products_are_joined(block_size, count, bias):
 
 def product_in_float64(grad):
     """Of a gradient that is not computed yet."""
-    ((a, a_scale, b, b_scale),) = grad.products
+    ((a, a_scale, b, b_scale),) = grad.deferred.pairs
     size = grad.block_size
     of_b = size if isinstance(size, int) else (32, size[1])
     dequantize = torch.ops.qframework.block_dequantize
@@ -106,11 +107,11 @@ def test_a_lone_linear_has_the_product_of_its_own():
     torch.manual_seed(0)
     x, (layer,) = case(), linears(1)
     (grad,) = torch.autograd.grad(total([layer], x), x)
-    (operands,) = grad.products
+    (operands,) = grad.deferred.pairs
     q, scale = torch.ops.qframework.block_linear(*operands, None, (1, 128), torch.int8)
     assert torch.equal(grad.q, q)
     assert torch.equal(grad.scale, scale)
-    assert grad.products == ()
+    assert grad.deferred is None
 
 
 def test_with_another_reader_of_the_input():
@@ -222,9 +223,40 @@ def test_a_compiled_llama(fresh_dynamo, autocast):
             run(tokens, labels=tokens).loss.backward()
         grads[name] = [parameter.grad for parameter in model.parameters()]
     _, backward = graphs
-    assert (backward[SUM], backward[ADD]) == (2 * 2, 2 * 2)  # of a block; the additions join the residual stream
+    assert (backward[SUM], backward[ADD]) == (2 * 2, 0)  # of a block; norms add the residual stream's gradient
     for got, expected in zip(grads["compiled"], grads["eager"], strict=True):
         assert (got - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", [Int8LayerNorm, Int8RMSNorm])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_residual_stream_is_added_by_its_norm(kind, order):
+    """``x + layer(norm(x))``: one rounding less than adding the norm's gradient in blocks."""
+    torch.manual_seed(0)
+    x, norm, (layer,) = case(), kind(72, block_size=(1, 128)), linears(1)
+    weights = torch.randn(3, 50, 72) / 5  # both gradients are about as large
+
+    def loss(x):
+        terms = [total([layer], norm(x)), (x * 2.0).dequantize().mul(weights).sum()]
+        return sum(terms[::order])
+
+    with Calls() as calls:
+        (grad,) = torch.autograd.grad(loss(x), x)
+        got = grad.dequantize()
+    assert (calls.count["block_norm_gradient"], calls.count[ADD]) == (1, 0)
+
+    (of_norm,) = torch.autograd.grad(total([layer], norm(x)), x)
+    operands = of_norm.deferred.operands
+    dy, values = (torch.ops.qframework.block_dequantize(*operands[i : i + 2], (1, 128)).double() for i in (0, 2))
+    values.requires_grad_()
+    centered = values - values.mean(-1, keepdim=True) if kind is Int8LayerNorm else values
+    eps = norm.eps or torch.finfo(torch.float32).eps
+    normal = centered * (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
+    (exact,) = torch.autograd.grad(normal * norm.weight.detach(), values, dy)
+    (of_stream,) = torch.autograd.grad((x * 2.0).dequantize().mul(weights).sum(), x)
+    exact = exact + of_stream.dequantize()
+    added = quantize_blocks(of_norm.dequantize() + of_stream.dequantize(), (1, 128)).dequantize()
+    assert (got - exact).norm() < 0.9 * (added - exact).norm()
 
 
 def test_an_optimizer_step_with_plain_modules_between():
