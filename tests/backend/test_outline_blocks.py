@@ -194,7 +194,7 @@ class Stream(nn.Module):
 SHARED = {
     "computed": (lambda x: x.sigmoid(), 4),
     "permuted": (lambda x: x.sigmoid().transpose(1, 2).contiguous().transpose(1, 2), 4),
-    "a slice with gaps": (lambda x: torch.cat([x, x], -1)[..., :32], 0),
+    "a slice with gaps": (lambda x: torch.cat([x, x], -1)[..., 16:48], 0),
     "expanded": (lambda x: x.amax(-1, keepdim=True).expand(x.shape), 0),
 }
 
