@@ -7,7 +7,8 @@ so that one operator computes the whole sum in float32 and rounds it once::
     of q, k and v            Q(dq Wq + dk Wk + dv Wv)      instead of    Q(Q(Q(dq Wq) + Q(dk Wk)) + Q(dv Wv))
     of a residual stream     Q(norm'(dy) + dx)             instead of    Q(Q(norm'(dy)) + dx)
 
-What nothing is added to is computed as ever.
+What nothing is added to is computed as ever. Operands must stay as they are until then: not parameters, which FSDP2
+frees and optimizers may change behind a layer's backward pass.
 """
 
 from __future__ import annotations

@@ -86,10 +86,10 @@ class Int8LinearFunction(Int8Function):
         upright, transposed, grad_bias = gradient_blocks(grad, ctx.block_size, for_weight, for_bias, seed)
         grad_x = grad_weight = None
         if for_x:
-            w = (weight, w_scale)
+            w, lasts = (weight, w_scale), not isinstance(weight, BlockTensor)  # not those that FSDP2 gathered
             if w_scale is None:
                 w, _ = weight_both_ways(weight, ctx.block_size, not ctx.conv1d, False)
-            grad_x = input_gradient(ctx, upright, w)
+            grad_x = input_gradient(ctx, upright, w, lasts)
         if for_weight:
             if x_scale is None:
                 x, x_scale = torch.ops.qframework.block_transpose(x.q, x.scale, ctx.block_size)
@@ -154,12 +154,17 @@ def sum_rows(grad: Tensor) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
 
 
-def input_gradient(ctx: Any, grad: Blocks, weight: Blocks) -> Tensor:
-    """dX, in blocks if X is in blocks: then it is computed when it is read, with those it was added to until then."""
-    if ctx.in_blocks:
+def input_gradient(ctx: Any, grad: Blocks, weight: Blocks, lasts: bool) -> Tensor:
+    """dX, in blocks if X is in blocks: then it is computed when it is read, with those it was added to until then.
+
+    Unless the blocks of ``weight`` do not last until then.
+    """
+    if ctx.in_blocks and lasts:
         shape = *grad[0].shape[:-1], weight[0].shape[0]
         return defer_blocks(Products(((*grad, *weight),)), shape, ctx.block_size, ctx.x_dtype)
-    return torch.ops.qframework.block_linear(*grad, *weight, None, ctx.block_size, ctx.x_dtype)[0]
+    out_dtype = torch.int8 if ctx.in_blocks else ctx.x_dtype
+    q, scale = torch.ops.qframework.block_linear(*grad, *weight, None, ctx.block_size, out_dtype)
+    return wrap_blocks(q, scale, ctx.block_size, ctx.x_dtype) if ctx.in_blocks else q
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

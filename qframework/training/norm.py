@@ -73,8 +73,13 @@ class Int8RMSNormFunction(Int8Function):
 
 
 def norm_gradient(in_blocks: bool, operands: tuple[Any, ...], x: BlockTensor) -> Tensor:
-    """The gradient as a BlockTensor if the input was one, computed with what is added to it; otherwise as floats."""
-    gradient = defer_blocks(NormGradient(operands), x.shape, x.block_size, x.dtype)
+    """The gradient as a BlockTensor if the input was one, computed with what is added to it; otherwise as floats.
+
+    With a copy of the weight: FSDP2 frees weights behind a layer's backward pass, and optimizers may change them there.
+    """
+    *blocks_of_both, weight, mean, rstd, sums = operands
+    kept = *blocks_of_both, None if weight is None else weight.clone(), mean, rstd, sums
+    gradient = defer_blocks(NormGradient(kept), x.shape, x.block_size, x.dtype)
     return gradient if in_blocks else float_of(gradient)
 
 

@@ -259,6 +259,24 @@ def test_a_residual_stream_is_added_by_its_norm(kind, order):
     assert (got - exact).norm() < 0.9 * (added - exact).norm()
 
 
+@pytest.mark.parametrize("kind", [Int8LayerNorm, Int8RMSNorm])
+def test_weights_may_change_before_a_gradient_is_read(kind):
+    """As in an optimizer that steps in the backward pass; FSDP2 even frees them."""
+    torch.manual_seed(0)
+    x, norm, layers = case(), kind(72, block_size=(1, 128)), linears(2, keep_weight=False)
+
+    def gradient():
+        return torch.autograd.grad(total(layers, x), x)[0], torch.autograd.grad(total([layers[0]], norm(x)), x)[0]
+
+    expected = [each.dequantize() for each in gradient()]
+    later = gradient()
+    with torch.no_grad():
+        for layer in (norm, *layers):
+            layer.weight.mul_(3)
+    for got, wanted in zip(later, expected, strict=True):
+        assert torch.equal(got.dequantize(), wanted)
+
+
 def test_an_optimizer_step_with_plain_modules_between():
     """Linears of blocks behind a float module, which read one quantized input each: nothing is joined."""
     torch.manual_seed(0)
