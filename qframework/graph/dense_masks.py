@@ -49,4 +49,4 @@ def _dense(like: Node, mask: Node, value: Tensor) -> Node:
     for dim in expanded:
         part = add_call(like, aten.slice.Tensor, (part, dim, 0, 1))
     copy = add_call(like, aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
-    return add_call(like, aten.expand.default, (copy, list(value.shape))) if expanded else copy
+    return add_call(like, aten.expand_as.default, (copy, mask)) if expanded else copy

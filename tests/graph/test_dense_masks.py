@@ -28,7 +28,9 @@ OTHERS: dict[str, Mask | None] = {
 }
 
 
-def run(mask: Mask | None, between: Callable[[Tensor], Any] | None = None) -> tuple[list[Any], Tensor, Tensor]:
+def run(
+    mask: Mask | None, between: Callable[[Tensor], Any] | None = None, dynamic: bool = False
+) -> tuple[list[Any], Tensor, Tensor]:
     """The masks and copies of two calls of attention behind the pass, its result, and that without it."""
     torch.manual_seed(0)
     x, bias = torch.randn(2, 4, 9, 16), torch.randn(9, 9, 4)
@@ -53,7 +55,7 @@ def run(mask: Mask | None, between: Callable[[Tensor], Any] | None = None) -> tu
         return gm.forward
 
     torch._dynamo.reset()
-    result = torch.compile(attention, backend=backend, fullgraph=True)(x, bias.clone())
+    result = torch.compile(attention, backend=backend, fullgraph=True, dynamic=dynamic)(x, bias.clone())
     return found, result, attention(x, bias.clone())
 
 
@@ -67,6 +69,12 @@ def test_a_strided_mask_is_copied_once(name: str) -> None:
     assert part is not None
     assert value.stride(-1) == 1
     assert part.shape[0] == 1, "the expanded dimension stays expanded"
+    torch.testing.assert_close(result, expected)
+
+
+def test_sizes_may_be_symbols() -> None:
+    (_, _, copies), result, expected = run(STRIDED["and expanded"], dynamic=True)
+    assert len(copies) == 1
     torch.testing.assert_close(result, expected)
 
 
