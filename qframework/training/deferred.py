@@ -24,6 +24,7 @@ from qframework.kernels.blocks.linear.arguments import MAX_PAIRS
 Blocks = tuple[Tensor, Tensor]
 Product = tuple[Tensor, Tensor, Tensor, Tensor]
 """The operands of a product: a, its scale, b and its scale, as ``block_linear`` takes them."""
+MIN_PAIRS = 3  # that one kernel sums: on an H100, two products and an addition are faster than a sum of two
 
 
 class Deferred(Protocol):
@@ -50,8 +51,9 @@ class Products(NamedTuple):
         return self.pairs[0][0].device
 
     def compute(self, block_size: BlockSize) -> Blocks:
-        """Rounded after every MAX_PAIRS products."""
-        first, rest = self.pairs[:MAX_PAIRS], self.pairs[MAX_PAIRS:]
+        """Rounded after every MAX_PAIRS products; fewer than MIN_PAIRS are each rounded."""
+        together = MAX_PAIRS if len(self.pairs) >= MIN_PAIRS else 1
+        first, rest = self.pairs[:together], self.pairs[together:]
         if len(first) == 1:
             total = torch.ops.qframework.block_linear(*first[0], None, block_size, torch.int8)
         else:

@@ -10,7 +10,7 @@ Along the inner dimension, blocks must have the same length in both operands: W 
 ``operand_size(block_size)``, both transposed operands of dW in blocks of ``transposed_size(block_size)``. Square blocks
 already are; others are dequantized and quantized again for dW.
 
-Gradients in blocks are computed when they are read. Of a tensor that several linears read, that is after autograd has
+Gradients in blocks are computed when they are read. Of a tensor that three linears read, that is after autograd has
 added them, and they are one sum of products that is rounded once (deferred.py).
 
 A float operand is read once for both of its products: W and a float X in the forward pass, which keeps the second form
@@ -86,7 +86,7 @@ class Int8LinearFunction(Int8Function):
         upright, transposed, grad_bias = gradient_blocks(grad, ctx.block_size, for_weight, for_bias, seed)
         grad_x = grad_weight = None
         if for_x:
-            w, lasts = (weight, w_scale), not isinstance(weight, BlockTensor)  # not those that FSDP2 gathered
+            w, lasts = (weight, w_scale), not (ctx.conv1d and isinstance(weight, BlockTensor))  # FSDP2 frees it
             if w_scale is None:
                 w, _ = weight_both_ways(weight, ctx.block_size, not ctx.conv1d, False)
             grad_x = input_gradient(ctx, upright, w, lasts)
