@@ -46,9 +46,6 @@ if HAS_GLUON:
     )
 
     _MIN_SCALE = gl.constexpr(MIN_SCALE)
-    # From so many pairs on, scales of columns are loaded a step ahead. In a sum, the compiler multiplies scales right
-    # before a product, which would wait for a load while the other warpgroup waits for its turn.
-    _AHEAD_FROM = gl.constexpr(2)
 
     @gluon.jit
     def _place(index, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
@@ -111,24 +108,14 @@ if HAS_GLUON:
         scale_ptr, start, SIZE, block, across, LENGTH: gl.constexpr, HEIGHT: gl.constexpr, layout: gl.constexpr
     ):
         """Scales of LENGTH rows, HEIGHT > 1 of which share one: see spread_scales in triton.py."""
-        return _spread_shared(_shared(scale_ptr, start, SIZE, block, across, LENGTH, HEIGHT), LENGTH, HEIGHT, layout)
-
-    @gluon.jit
-    def _shared(scale_ptr, start, SIZE, block, across, LENGTH: gl.constexpr, HEIGHT: gl.constexpr):
-        """The scales of ``_spread``, each once."""
+        row = gl.arange(0, LENGTH, layout=layout)
         first = start // HEIGHT
         last = (SIZE - 1) // HEIGHT
-        scales = (gl.load(scale_ptr + gl.minimum(first, last) * across + block),)
+        first_scale = gl.load(scale_ptr + gl.minimum(first, last) * across + block)
+        scale = gl.full([LENGTH], first_scale, gl.float32, layout)
         for i in gl.static_range(1, LENGTH // HEIGHT):
-            scales += (gl.load(scale_ptr + gl.minimum(first + i, last) * across + block),)  # type: ignore[assignment]
-        return scales
-
-    @gluon.jit
-    def _spread_shared(scales, LENGTH: gl.constexpr, HEIGHT: gl.constexpr, layout: gl.constexpr):
-        row = gl.arange(0, LENGTH, layout=layout)
-        scale = gl.full([LENGTH], scales[0], gl.float32, layout)
-        for i in gl.static_range(1, LENGTH // HEIGHT):
-            scale = gl.where(row >= i * HEIGHT, scales[i], scale)
+            other = gl.load(scale_ptr + gl.minimum(first + i, last) * across + block)
+            scale = gl.where(row >= i * HEIGHT, other, scale)
         return scale
 
     @gluon.jit
@@ -215,7 +202,6 @@ if HAS_GLUON:
         RIGHT: gl.constexpr = BLOCK_N - 128
         FIRST_ROW: gl.constexpr = WHO * (64 + BELOW)
         OF_BLOCK: gl.constexpr = BLOCK[1] // a_stages.shape[2]  # stages
-        AHEAD: gl.constexpr = PAIRS >= _AHEAD_FROM and RIGHT == 0
         own_turn = 1 - WHO  # the phase to wait for: the first warpgroup begins at once
         slot = 0
         phase = 0
@@ -232,20 +218,13 @@ if HAS_GLUON:
                 across = gl.cdiv(K, BLOCK[1])
                 if BLOCK[0] == 1:
                     ahead = _scales_of_rows(a_scale_ptr, start_m, M, first, across, BELOW, of_rows)
-                if AHEAD:
-                    columns_ahead = _shared(b_scale_ptr, start_n, N, first, across, 128, BLOCK_B[0])
                 for step in range(first, last):
                     for i in gl.static_range(OF_BLOCK):  # stages are a multiple of it, so the phase is the same
                         mbarrier.wait(ready.index(slot + i), phase)
                     a_and_b = _stage(a_stages, b_stages, slot)
                     next_a_and_b = _stage(a_stages, b_stages, slot + OF_BLOCK - 1)
                     # Scales are loaded before the product and used after it, so that the load overlaps with it.
-                    if AHEAD:
-                        columns = _spread_shared(columns_ahead, 128, BLOCK_B[0], of_columns)
-                        following = gl.minimum(step + 1, across - 1)
-                        columns_ahead = _shared(b_scale_ptr, start_n, N, following, across, 128, BLOCK_B[0])
-                    else:
-                        columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
+                    columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
                     if BLOCK[0] == 1:
                         # One step ahead: each row's scale lies in a cache line of its own, too many for the L1 cache.
                         rows, rows_below = ahead
