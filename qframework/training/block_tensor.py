@@ -44,6 +44,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from qframework.compat.dispatch import disabled_torch_function, make_wrapper_subclass
 from qframework.errors import QFrameworkError, UnsupportedError
@@ -66,11 +67,27 @@ class Memory:
         self.writes = 0  # how often the blocks were overwritten
         self.copy: Callable[[], Any] | None = None  # a weak reference to the FloatCopy of float_view.py
         self.traced: Any = None  # the TracedCopy, while a graph is traced
+        self.readers: list[TensorWeakRef] = []  # gradients that are not computed yet and read the blocks
+
+    def read_later(self, gradient: BlockTensor) -> None:
+        """Compute ``gradient`` before the blocks change."""
+        self.readers = [*filter(_waits, self.readers), TensorWeakRef(gradient)]
+
+    def before_write(self) -> None:
+        """Compute the gradients that read the blocks."""
+        for each in filter(_waits, self.readers):
+            each().q  # noqa: B018
+        self.readers.clear()
 
     def __deepcopy__(self, memo: Any) -> Memory:
         made = Memory()
         made.statistics = copy.deepcopy(self.statistics, memo)
         return made
+
+
+def _waits(reader: TensorWeakRef) -> bool:
+    gradient = reader()
+    return gradient is not None and gradient.deferred is not None
 
 
 class BlockTensor(Tensor):
@@ -112,11 +129,11 @@ class BlockTensor(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         """``q`` and ``scale`` of a deferred gradient: computes them once."""
-        if name not in ("q", "scale") or self.deferred is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.q, self.scale = self.deferred.compute(self.block_size)
-        self.deferred = None
-        return getattr(self, name)
+        deferred = self.deferred
+        if name in ("q", "scale") and deferred is not None:
+            self.q, self.scale = deferred.compute(self.block_size)
+            self.deferred = None
+        return super().__getattribute__(name)  # also if another thread computed it; otherwise raises the first error
 
     @property
     def memory(self) -> Memory:
@@ -226,6 +243,8 @@ def defer_blocks(
     """A gradient of ``shape`` that is computed when it is first read."""
     made = make_wrapper_subclass(BlockTensor, torch.Size(shape), dtype=dtype, device=deferred.device)
     made.block_size, made.statistics, made.deferred = canonical_size(block_size), None, deferred
+    for memory in deferred.reads:
+        memory.read_later(made)
     return made
 
 
@@ -241,6 +260,7 @@ def overwrite(x: BlockTensor, y: BlockTensor) -> BlockTensor:
     Statistics of ``x`` are replaced or dropped. They are never added, since a compiled graph may change the values of
     its operands but not which tensors they consist of.
     """
+    x.memory.before_write()
     x.q.copy_(y.q)
     x.scale.copy_(y.scale)
     x.memory.writes += 1

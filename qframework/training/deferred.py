@@ -7,8 +7,9 @@ so that one operator computes the whole sum in float32 and rounds it once::
     of q, k and v            Q(dq Wq + dk Wk + dv Wv)      instead of    Q(Q(Q(dq Wq) + Q(dk Wk)) + Q(dv Wv))
     of a residual stream     Q(norm'(dy) + dx)             instead of    Q(Q(norm'(dy)) + dx)
 
-What nothing is added to is computed as ever. Operands must stay as they are until then: not parameters, which FSDP2
-frees and optimizers may change behind a layer's backward pass.
+What nothing is added to is computed as ever, and what reads a BlockTensor is computed before this is written to. Other
+operands must stay as they are until then: not parameters, which FSDP2 frees and optimizers may change behind a layer's
+backward pass.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Deferred(Protocol):
     """A gradient that is not computed yet."""
 
     @property
+    def reads(self) -> tuple[Any, ...]:
+        """The memory of the BlockTensors that it reads."""
+
+    @property
     def device(self) -> torch.device:
         """Where it will be."""
 
@@ -45,6 +50,7 @@ class Products(NamedTuple):
     """A sum of products: the gradients of a tensor that linears read."""
 
     pairs: tuple[Product, ...]
+    reads: tuple[Any, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -65,14 +71,15 @@ class Products(NamedTuple):
 
     def plus(self, other: Any) -> Products | None:
         """Joined with those of another sum."""
-        joins = isinstance(other.deferred, Products)
-        return Products(self.pairs + other.deferred.pairs) if joins else None
+        more = other.deferred
+        return Products(self.pairs + more.pairs, self.reads + more.reads) if isinstance(more, Products) else None
 
 
 class NormGradient(NamedTuple):
     """The gradient of a normalization's input, and one that is added to it, that of the residual stream."""
 
     operands: tuple[Any, ...]  # of block_norm_gradient: dy, its scale, x, its scale, weight, mean, rstd and sums
+    reads: tuple[Any, ...] = ()
     added: Blocks | tuple[None, None] = (None, None)
 
     @property
@@ -85,4 +92,6 @@ class NormGradient(NamedTuple):
 
     def plus(self, other: Any) -> NormGradient | None:
         """With one more gradient, which is computed if it is not yet."""
-        return self._replace(added=(other.q, other.scale)) if self.added[0] is None else None
+        if self.added[0] is not None:
+            return None
+        return self._replace(added=(other.q, other.scale), reads=(*self.reads, other.memory))

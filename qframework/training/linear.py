@@ -89,7 +89,8 @@ class Int8LinearFunction(Int8Function):
             w, lasts = (weight, w_scale), not (ctx.conv1d and isinstance(weight, BlockTensor))  # FSDP2 frees it
             if w_scale is None:
                 w, _ = weight_both_ways(weight, ctx.block_size, not ctx.conv1d, False)
-            grad_x = input_gradient(ctx, upright, w, lasts)
+            reads = (grad.memory,) if isinstance(grad, BlockTensor) else ()
+            grad_x = input_gradient(ctx, upright, w, lasts, reads)
         if for_weight:
             if x_scale is None:
                 x, x_scale = torch.ops.qframework.block_transpose(x.q, x.scale, ctx.block_size)
@@ -154,14 +155,14 @@ def sum_rows(grad: Tensor) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
 
 
-def input_gradient(ctx: Any, grad: Blocks, weight: Blocks, lasts: bool) -> Tensor:
+def input_gradient(ctx: Any, grad: Blocks, weight: Blocks, lasts: bool, reads: tuple[Any, ...]) -> Tensor:
     """dX, in blocks if X is in blocks: then it is computed when it is read, with those it was added to until then.
 
-    Unless the blocks of ``weight`` do not last until then.
+    Unless the blocks of ``weight`` do not last until then. ``reads`` is the memory of a gradient in blocks.
     """
     if ctx.in_blocks and lasts:
         shape = *grad[0].shape[:-1], weight[0].shape[0]
-        return defer_blocks(Products(((*grad, *weight),)), shape, ctx.block_size, ctx.x_dtype)
+        return defer_blocks(Products(((*grad, *weight),), reads), shape, ctx.block_size, ctx.x_dtype)
     out_dtype = torch.int8 if ctx.in_blocks else ctx.x_dtype
     q, scale = torch.ops.qframework.block_linear(*grad, *weight, None, ctx.block_size, out_dtype)
     return wrap_blocks(q, scale, ctx.block_size, ctx.x_dtype) if ctx.in_blocks else q

@@ -45,7 +45,7 @@ class Int8LayerNormFunction(Int8Function):
         sums, dweight, dbias = torch.ops.qframework.block_norm_sums(*operands, x.block_size)
         dweight = None if weight is None else dweight.to(weight.dtype)
         dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
-        return norm_gradient(ctx.in_blocks, (*operands, sums), x), dweight, dbias, None, None
+        return norm_gradient(ctx.in_blocks, (*operands, sums), grad, x), dweight, dbias, None, None
 
 
 @torch.compiler.allow_in_graph
@@ -69,17 +69,17 @@ class Int8RMSNormFunction(Int8Function):
         operands = grad.q, grad.scale, x.q, x.scale, weight, None, rstd
         sums, dweight, _ = torch.ops.qframework.block_norm_sums(*operands, x.block_size)
         dweight = None if weight is None else dweight.to(weight.dtype)
-        return norm_gradient(ctx.in_blocks, (*operands, sums), x), dweight, None, None
+        return norm_gradient(ctx.in_blocks, (*operands, sums), grad, x), dweight, None, None
 
 
-def norm_gradient(in_blocks: bool, operands: tuple[Any, ...], x: BlockTensor) -> Tensor:
+def norm_gradient(in_blocks: bool, operands: tuple[Any, ...], grad: BlockTensor, x: BlockTensor) -> Tensor:
     """The gradient as a BlockTensor if the input was one, computed with what is added to it; otherwise as floats.
 
     With a copy of the weight: FSDP2 frees weights behind a layer's backward pass, and optimizers may change them there.
     """
     *blocks_of_both, weight, mean, rstd, sums = operands
     kept = *blocks_of_both, None if weight is None else weight.clone(), mean, rstd, sums
-    gradient = defer_blocks(NormGradient(kept), x.shape, x.block_size, x.dtype)
+    gradient = defer_blocks(NormGradient(kept, (grad.memory, x.memory)), x.shape, x.block_size, x.dtype)
     return gradient if in_blocks else float_of(gradient)
 
 

@@ -287,6 +287,78 @@ def test_weights_may_change_before_a_gradient_is_read(kind):
         assert torch.equal(got.dequantize(), wanted)
 
 
+def behind_a_norm(norm, layer):
+    x = case()
+    y = norm(x)
+    return torch.autograd.grad(total([layer], y), (x, y))
+
+
+def of_an_input(norm, layer):
+    x = case()
+    return torch.autograd.grad(total([layer], norm(x)), x)[0], x
+
+
+def behind_a_linear(norm, layer):
+    x, between = case(), linears(3)[2]
+    y = between(x)
+    return torch.autograd.grad(total(linears(1, columns=56), y), (x, y))
+
+
+def behind_a_sum_of_linears(norm, layer):
+    x, y = case(), case()
+    (of_x,), (of_y,) = (torch.autograd.grad(total([layer], each), each) for each in (x, y))
+    gradient, operand = behind_a_linear(norm, layer)
+    with torch.no_grad():
+        return of_x + gradient + of_y, operand
+
+
+def of_a_residual_stream(norm, layer):
+    x = case()
+    (of_norm,), (of_stream,) = (torch.autograd.grad(total([layer], f(x)), x) for f in (norm, nn.Identity()))
+    with torch.no_grad():
+        return of_stream + of_norm, of_stream
+
+
+WRITES = {
+    "zero_": torch.zero_,
+    "to a view in blocks": lambda x: x.detach().view(-1, x.shape[-1]).mul_(3),
+    "to a view of a part": lambda x: x[:, :30].neg_(),
+    "add_ to itself": lambda x: x.add_(x),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    "made", [behind_a_norm, of_an_input, behind_a_linear, behind_a_sum_of_linears, of_a_residual_stream]
+)
+def test_what_a_gradient_reads_may_be_written_to(made, write):
+    """Between backward pass and reading: an optimizer of inputs, gradients that are clipped in place."""
+    grads = []
+    for writes in (False, True):
+        torch.manual_seed(0)
+        norm, (layer,) = Int8LayerNorm(72, block_size=(1, 128)), linears(1)
+        gradient, operand = made(norm, layer)
+        assert gradient.deferred is not None
+        if writes:
+            with torch.no_grad():
+                WRITES[write](operand)
+        grads.append(gradient.dequantize())
+    assert torch.equal(*grads)
+
+
+def test_gradients_that_are_gone_are_not_remembered():
+    torch.manual_seed(0)
+    x, norm, (layer,) = case(), Int8LayerNorm(72, block_size=(1, 128)), linears(1)
+    for _ in range(4):
+        torch.autograd.grad(total([layer], norm(x)), x)
+    assert len(x.memory.readers) == 1
+
+
+def test_errors_of_properties_are_not_hidden():
+    with pytest.raises(AttributeError, match="on non-CUDA tensor"):
+        case().__cuda_array_interface__  # noqa: B018
+
+
 def test_an_optimizer_step_with_plain_modules_between():
     """Linears of blocks behind a float module, which read one quantized input each: nothing is joined."""
     torch.manual_seed(0)
