@@ -106,12 +106,12 @@ class BlockTensor(Tensor):
         QFrameworkError: a scale of another shape or on another device.
     """
 
-    q: Tensor
-    scale: Tensor
+    _q: Tensor
+    _scale: Tensor
     block_size: CanonicalSize
     dispatch: ClassVar[Handler]  # what ATen operators do with one; block_dispatch.py sets it
     deferred: Deferred | None = None
-    """Of a gradient that is computed when ``q`` or ``scale`` is first read, see deferred.py."""
+    """Of a gradient that is computed when ``q`` or ``scale`` is first read, see deferred.py; then None."""
     _memory: Memory | None = None
 
     @staticmethod
@@ -127,13 +127,30 @@ class BlockTensor(Tensor):
         self.q, self.scale, self.block_size, self.statistics = q, scale, canonical_size(block_size), statistics
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        """``q`` and ``scale`` of a deferred gradient: computes them once."""
+    @property
+    def q(self) -> Tensor:
+        self._compute()
+        return self._q
+
+    @q.setter
+    def q(self, q: Tensor) -> None:
+        self._q = q
+
+    @property
+    def scale(self) -> Tensor:
+        self._compute()
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: Tensor) -> None:
+        self._scale = scale
+
+    def _compute(self) -> None:
+        """Compute a deferred gradient, once. Not in ``__getattr__``: Dynamo reads no attributes of a class with it."""
         deferred = self.deferred
-        if name in ("q", "scale") and deferred is not None:
-            self.q, self.scale = deferred.compute(self.block_size)
-            self.deferred = None
-        return super().__getattribute__(name)  # also if another thread computed it; otherwise raises the first error
+        if deferred is not None:
+            self._q, self._scale = deferred.compute(self.block_size)
+            self.deferred = None  # last: another thread may read
 
     @property
     def memory(self) -> Memory:

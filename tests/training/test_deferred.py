@@ -354,9 +354,28 @@ def test_gradients_that_are_gone_are_not_remembered():
     assert len(x.memory.readers) == 1
 
 
-def test_errors_of_properties_are_not_hidden():
+def test_errors_of_attributes_are_not_hidden():
     with pytest.raises(AttributeError, match="on non-CUDA tensor"):
         case().__cuda_array_interface__  # noqa: B018
+
+
+def test_a_compiled_function_reads_attributes(fresh_dynamo):
+    """Also of a gradient that is not computed yet."""
+
+    def read(x):
+        assert hasattr(x, "q")
+        assert not hasattr(x, "another")
+        return x.q.float() * x.tag + x.block_size[1]
+
+    torch.manual_seed(0)
+    x, layers = case(), linears(3)
+    compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(total(layers, x), x)
+        grad.tag = 2
+        assert grad.deferred is not None
+        got = compiled(grad)
+        assert torch.equal(got, grad.q.float() * 2 + 128)
 
 
 def test_an_optimizer_step_with_plain_modules_between():
