@@ -189,6 +189,7 @@ class BlockTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         flush(self)
+        self.memory.before_write()  # a compiled graph may write to what it is given
         inside = ["q", "scale"] if self.statistics is None else ["q", "scale", "statistics"]
         return inside, (self.block_size, self.dtype, self.statistics is not None)
 

@@ -324,6 +324,7 @@ WRITES = {
     "to a view in blocks": lambda x: x.detach().view(-1, x.shape[-1]).mul_(3),
     "to a view of a part": lambda x: x[:, :30].neg_(),
     "add_ to itself": lambda x: x.add_(x),
+    "in a compiled graph": lambda x: torch.compile(lambda y: y.mul_(0.5), backend="aot_eager", dynamic=False)(x),
 }
 
 
