@@ -125,7 +125,8 @@ class SimulatedGPT(nn.Module):
         return Product.apply(self._before(x), linear.weight, linear.bias, self.sizes)
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
-        return self._after(F.layer_norm(self._before(x), x.shape[-1:], norm.weight, norm.bias, norm.eps))
+        """Its gradient is rounded with that of the residual stream, to which it is added."""
+        return self._after(F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps))
 
     def _after(self, x: Tensor) -> Tensor:
         """A result, rounded."""

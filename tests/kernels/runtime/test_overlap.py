@@ -68,22 +68,35 @@ def test_a_kernel_without_the_parameter_is_launched_normally(chip):
     assert [named for _, named in kernel.through] == [{"BLOCK": 64} | OPTIONS]
 
 
-def functions() -> dict[str, ast.FunctionDef]:
-    """The package's kernels, by module and name."""
+def functions() -> dict[str, tuple[ast.FunctionDef, list[ast.FunctionDef]]]:
+    """The package's kernels by module and name, each with the functions of its module that it hands ``OVERLAP``."""
     found = {}
     for path in sorted(Path(kernels.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.name.startswith("_"):
-                found[f"{path.stem}.{node.name}"] = node
+        defined = {
+            node.name: node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+        }
+        for name, function in defined.items():
+            if name.startswith("_") and name.endswith("_kernel"):
+                handed = {ast.unparse(call.func) for call in calls(function) if is_handed(call)} & set(defined)
+                found[f"{path.stem}.{name}"] = function, [defined[each] for each in sorted(handed)]
     return found
 
 
+def calls(function: ast.FunctionDef) -> list[ast.Call]:
+    return [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+
+
+def is_handed(call: ast.Call) -> bool:
+    """Whether the last argument is ``OVERLAP``."""
+    return bool(call.args) and ast.unparse(call.args[-1]) == "OVERLAP"
+
+
 def test_every_kernel_opts_in():
-    for name, function in functions().items():
+    for name, (function, handed) in functions().items():
         assert function.args.args[-1].arg == "OVERLAP", name
         assert isinstance(function.args.defaults[-1], ast.Constant), name
-        calls = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Call)]
-        assert calls.count("wait_for_previous_kernel(OVERLAP)") == 1, name
+        waits = [ast.unparse(call) for each in (function, *handed) for call in calls(each)]
+        assert waits.count("wait_for_previous_kernel(OVERLAP)") == 1, name
     assert len(functions()) > 20
 
 
