@@ -152,7 +152,7 @@ def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
     else:
         return None
     pays = f"that pays from {FEWEST_OUTPUTS} outputs on, and this layer has {outputs}"
-    return f"{costs}; {pays}. Static INT8 does not need it"
+    return f"{costs}; {pays}. Static INT8 has no such cost"
 
 
 def _is_activation(x: Node) -> bool:

@@ -43,8 +43,8 @@ def make_masks_dense(gm: GraphModule) -> None:
 
 
 def _dense(like: Node, mask: Node, value: Tensor) -> Node:
-    """A copy of the mask; dimensions along which it is expanded stay so."""
-    expanded = [dim for dim in range(value.ndim) if same(value.stride(dim), 0) and not same(value.shape[dim], 1)]
+    """A copy of the mask; dimensions along which it is expanded stay so, but for that of the keys."""
+    expanded = [dim for dim in range(value.ndim - 1) if same(value.stride(dim), 0) and not same(value.shape[dim], 1)]
     part = mask
     for dim in expanded:
         part = add_call(like, aten.slice.Tensor, (part, dim, 0, 1))

@@ -17,6 +17,7 @@ Mask = Callable[[Tensor], Tensor]
 STRIDED: dict[str, Mask] = {
     "heads innermost": lambda bias: bias.permute(2, 0, 1)[None],
     "and expanded": lambda bias: bias.permute(2, 0, 1)[None].expand(2, -1, -1, -1),
+    "expanded keys": lambda bias: bias[None, None, :, :1, 0].expand(1, 4, -1, 9),
     "bool": lambda bias: (bias.permute(2, 0, 1) > 0)[None],
     "transposed": lambda bias: bias.permute(2, 1, 0)[None].contiguous().transpose(-1, -2),
 }
