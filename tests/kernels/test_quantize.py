@@ -214,7 +214,7 @@ def test_bad_input():
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)])
 @pytest.mark.parametrize("op", ["quantize", "dynamic_quantize"])
 def test_decompositions_have_the_operators_layout(op, order):
-    """Of a permuted input, elementwise operations keep the order of dimensions; the operator does not."""
+    """Contiguous: of a permuted input, elementwise operations would keep the order of dimensions."""
     x, argument = torch.randn(3, 4, 5).permute(order), torch.tensor(0.02) if op == "quantize" else "per_token"
     operator = getattr(torch.ops.qframework, op).default
     expected, found = (torch.utils._pytree.tree_leaves(f(x, argument)) for f in (operator, DECOMPOSITIONS[operator]))
