@@ -38,6 +38,7 @@ from qframework.graph.inline_grad_scopes import inline_grad_scopes
 from qframework.graph.nodes import layer_name, operation
 from qframework.graph.read_parts import read_parts
 from qframework.graph.select_early import select_early
+from qframework.graph.shorten import erase_inactive_dropouts
 
 
 def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
@@ -89,6 +90,7 @@ def forget_assertions(lowering: Lowering) -> None:
 # Quantized layers become INT8 operators.
 LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
+    on_graph(erase_inactive_dropouts),
     on_graph(read_parts),
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),

@@ -18,7 +18,6 @@ from qframework.graph.nodes import (
     added_to,
     argument,
     fake_value,
-    is_inactive_dropout,
     layer_name,
     why_not_plain,
 )
@@ -174,9 +173,7 @@ def find_epilogue(linear: Node) -> Epilogue:
         if written_between(linear.next, user, reads, own) is not None:
             break
         own.add(user)
-        if is_inactive_dropout(user):
-            epilogue.end = user
-        elif epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
+        if epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
             epilogue.end, epilogue.activation = user, name
         elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
             epilogue.end, epilogue.residual = user, residual

@@ -16,12 +16,17 @@ _DEQUANTIZE = "quantized_decomposed.dequantize_per_channel.default"
 
 def shorten(gm: GraphModule) -> None:
     """Erase inactive dropouts, and let equal zero points be one buffer; in place."""
+    erase_inactive_dropouts(gm)
+    _share_zero_points(gm)
+    gm.recompile()
+
+
+def erase_inactive_dropouts(gm: GraphModule) -> None:
+    """Let what reads a dropout that returns its input read that input; in place, without recompiling."""
     for node in list(gm.graph.nodes):
         if is_inactive_dropout(node):
             node.replace_all_uses_with(node.all_input_nodes[0])
             gm.graph.erase_node(node)
-    _share_zero_points(gm)
-    gm.recompile()
 
 
 def _share_zero_points(gm: GraphModule) -> None:
