@@ -31,7 +31,7 @@ from qframework.backend.group_weights import reads_grouped_weight
 from qframework.backend.lowering import Lowering
 from qframework.compat import pytree
 from qframework.compat.dynamo import VALUE_KEYS, recorded_value
-from qframework.graph.nodes import is_inactive_dropout, operation
+from qframework.graph.nodes import operation
 from qframework.graph.writes import writes_in_place
 
 _LEAST_SAVED = 40  # nodes that Inductor need not compile; with fewer, a subgraph costs more than it saves
@@ -90,8 +90,7 @@ def outline(gm: GraphModule) -> int:
 def _kind(node: Node) -> Any:
     """Equal for calls that compute the same function; unique for nodes that must stay inline."""
     fakes = _fakes(node)
-    random = operation(node) in _RANDOM and not is_inactive_dropout(node)
-    if fakes is None or random or writes_in_place(node) or not all(map(_is_known, fakes)):
+    if fakes is None or operation(node) in _RANDOM or writes_in_place(node) or not all(map(_is_known, fakes)):
         return node
     literals = repr(map_arg((node.args, node.kwargs), lambda _: None))
     return node.op, node.target, literals, tuple(map(_like, fakes))

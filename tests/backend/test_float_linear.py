@@ -333,7 +333,7 @@ class MixedChannels(nn.Module):
 
     def forward(self, x):
         mixed = self.convolution(self.fc1(x).transpose(1, 2)).transpose(1, 2)
-        return self.fc2(F.gelu(self.norm(mixed)).contiguous())
+        return self.fc2(F.dropout(F.gelu(self.norm(mixed)).contiguous(), 0.1, self.training))
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "no_grad")

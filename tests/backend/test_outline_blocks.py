@@ -353,7 +353,6 @@ def test_a_small_saving_is_not_worth_it(monkeypatch):
     [
         (torch.ops.aten.add.Tensor, (1,), False),
         (torch.ops.aten.add_.Tensor, (1,), True),
-        (torch.ops.aten.dropout.default, (0.5, False), False),
         (torch.ops.aten.dropout.default, (0.5, True), True),
     ],
 )
