@@ -194,11 +194,12 @@ class Answers(Generic[Plan]):
 
 
 def _faster(old: Record | None, new: Record) -> Record:
-    """The faster of two timings, with their spread; ``new`` unless both hold a time."""
+    """The faster of two timings, with the spread of all rounds so far; ``new`` unless both hold a time."""
     if old is None or old.p50_ms is None or new.p50_ms is None:
         return new
-    fast, slow = sorted([old.p50_ms, new.p50_ms])
-    return replace(old if old.p50_ms == fast else new, spread=1 - fast / slow)
+    slowest = max(new.p50_ms, old.p50_ms / (1 - (old.spread or 0.0)))
+    fastest = old if old.p50_ms <= new.p50_ms else new
+    return replace(fastest, spread=1 - (fastest.p50_ms or 0.0) / slowest)
 
 
 def check_then_time(

@@ -16,10 +16,9 @@ compiled, and writes to it have no effect until the model is compiled again.
 
 Quantizing a weight at each call takes as long as its float product with some rows. On CPUs without INT8 instructions,
 where INT8 products are 1.4 times as fast, layers of fewer rows than ``FEWEST_ROWS`` stay in float. The number of rows
-is that of the inputs that the graph was captured with. On Hopper, so do layers of many rows and few outputs where
-quantizing the input takes longer than INT8 saves: another INT8 layer writes it, so that no kernel of Inductor can
-quantize it on the way, or it is an activation of rows that are too long to be kept, which is computed once for the
-scale and again for the values. On every chip, so do layers of many rows that are too small for INT8 (small_linears.py).
+is that of the inputs that the graph was captured with. On Hopper, so do layers of many rows and few outputs whose input
+a kernel of its own would quantize (keep_quantize.py), which takes longer than INT8 saves. On every chip, so do layers
+of many rows that are too small for INT8 (small_linears.py).
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
+from qframework.backend.keep_quantize import has_many_rows, is_long_activation, is_written_by_int8_linear
 from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import Quantized, find_epilogue, insert_int8_linear, reason_against_operands
 from qframework.backend.report import LayerReport
@@ -39,8 +39,6 @@ from qframework.compat.dynamo import guard_identity, record_value
 from qframework.graph.nodes import (
     Constants,
     LinearCall,
-    activation_name,
-    argument,
     fake_value,
     layer_name,
     linear_call,
@@ -60,15 +58,8 @@ FEWEST_ROWS = 128
 """Measured with AVX2: if each call quantizes the weight, layers of 192 to 3,072 channels have 0.13 to 0.42 of FP32's
 speed with 1 to 4 rows, 0.74 to 0.82 with 34, 0.86 to 1.08 with 64 and 1.04 to 1.18 with 128."""
 
-MANY_ROWS, FEWEST_OUTPUTS = 4096, 700
+FEWEST_OUTPUTS = 700
 """A quantization moves 3 bytes an input; INT8 saves half of the product's time, some 1e-15 s an input and output."""
-
-LONGEST_ROW = 1024
-"""Inductor keeps a row of so many values while it is quantized. An H100 takes 110 us to quantize GELU of 12,544 rows of
-1,280 values, 25 us to compute GELU alone; of 50,176 rows of 1,024 values 100 and 82 us."""
-
-_VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "clone", "to"}
-_NORMS = {"layer_norm", "rms_norm", "group_norm", "instance_norm"}
 
 
 def lower_float_linear(lowering: Lowering) -> None:
@@ -142,32 +133,17 @@ def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
     x = fake_value(call.input)
     if x is None or out is None or capability_of(x.device) != (9, 0):
         return None
-    rows, outputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(out.shape[-1])
-    if rows < MANY_ROWS or not 0 < outputs < FEWEST_OUTPUTS:
+    outputs = traced_size(out.shape[-1])
+    if not has_many_rows(x.shape) or not 0 < outputs < FEWEST_OUTPUTS or len(call.input.users) > 1:
         return None
-    if call.input.target is torch.ops.qframework.int8_linear.default and len(call.input.users) == 1:
-        costs = "another INT8 layer writes its input, which a kernel of its own would quantize"
-    elif (row := traced_size(x.shape[-1])) > LONGEST_ROW and _is_activation(call.input):
-        costs = f"its input is an activation, which would be computed twice to quantize rows of {row} values"
+    if is_written_by_int8_linear(call.input):
+        writer = "another INT8 layer writes its input"
+    elif is_long_activation(call.input):
+        writer = f"its input is an activation with rows of {traced_size(x.shape[-1])} values"
     else:
         return None
     pays = f"that pays from {FEWEST_OUTPUTS} outputs on, and this layer has {outputs}"
-    return f"{costs}; {pays}. Static INT8 has no such cost"
-
-
-def _is_activation(x: Node) -> bool:
-    """Whether ``x`` is an activation function, viewed in any way, of something else than a norm."""
-    node = _behind_views(x)
-    if activation_name(node) is None:
-        return False
-    operand = argument(node, 0, "input")
-    return isinstance(operand, Node) and operation(_behind_views(operand)) not in _NORMS
-
-
-def _behind_views(node: Node) -> Node:
-    while operation(node) in _VIEWS and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
+    return f"{writer}, which a kernel of its own would quantize; {pays}. Static INT8 has no such cost"
 
 
 def _not_computable(fake: Tensor | None) -> str | None:

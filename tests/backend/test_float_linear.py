@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from qframework import numerics
-from qframework.backend import float_linear
+from qframework.backend import float_linear, keep_quantize
 from qframework.backend.compile import fallbacks, lower
 from qframework.backend.options import BackendOptions
 from qframework.graph.nodes import fake_value
@@ -343,9 +343,9 @@ class TestQuantizationAlone:
     @staticmethod
     def lowered(monkeypatch, model, chip=(9, 0), rows=14, longest=None):
         if longest is not None:
-            monkeypatch.setattr(float_linear, "LONGEST_ROW", longest)
+            monkeypatch.setattr(keep_quantize, "LONG_ROW", longest)
         monkeypatch.setattr(float_linear, "capability_of", lambda device: chip)
-        monkeypatch.setattr(float_linear, "MANY_ROWS", rows)
+        monkeypatch.setattr(keep_quantize, "MANY_ROWS", rows)
         reports, x = [], example()
         y = torch.compile(model.eval(), backend=eager_backend(reports))(x)
         assert numerics.sqnr_db(model(x), y) > 30
@@ -360,11 +360,11 @@ class TestQuantizationAlone:
         assert "this layer has 32" in found["fc2"].reason
 
     def test_long_rows_of_an_activation_stay_in_float(self, monkeypatch):
-        monkeypatch.setattr(float_linear, "LONGEST_ROW", 63)
+        monkeypatch.setattr(keep_quantize, "LONG_ROW", 64)
         found = self.lowered(monkeypatch, MixedChannels())
         assert found["fc1"].lowered
         assert not found["fc2"].lowered
-        assert "computed twice to quantize rows of 64 values" in found["fc2"].reason
+        assert "an activation with rows of 64 values, which a kernel of its own" in found["fc2"].reason
 
     @pytest.mark.parametrize(
         ("model", "named"),

@@ -1,4 +1,4 @@
-"""Dynamic quantization of the result of one of our operators keeps our kernel on a GPU."""
+"""Dynamic quantization keeps our kernel on a GPU where fusing it gains nothing, or costs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import torch
 from lowered_models import Block, converted, example
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from qframework import numerics
+from qframework.backend import keep_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lowering import Lowering
 from qframework.quantizer import dynamic_int8
@@ -16,13 +18,14 @@ from qframework.quantizer import dynamic_int8
 _ours = torch.ops.qframework
 
 
-def kept(producer, device: str) -> bool:
-    """Whether the quantization of ``producer``'s result keeps our kernel."""
+def kept(producer, device: str, shape: tuple[int, ...] = (4, 8)) -> bool:
+    """Whether the quantization of ``producer``'s result, seen through a view, keeps our kernel."""
     graph = fx.Graph()
     a, a_scale, b, b_scale = map(graph.placeholder, ("a", "a_scale", "b", "b_scale"))
     y = graph.call_function(producer, (a, a_scale, b, b_scale) if producer is _ours.int8_linear.default else (a,))
+    y = graph.call_method("contiguous", (y,)) if producer is F.gelu else y
     with FakeTensorMode():
-        y.meta["val"] = torch.empty(4, 8, device=device)
+        y.meta["val"] = torch.empty(shape, device=device)
     quantized = graph.call_function(_ours.dynamic_quantize.default, (y, "per_token"))
     graph.output(quantized)
     keep_dynamic_quantize(Lowering.of(fx.GraphModule(nn.Module(), graph)))
@@ -40,6 +43,29 @@ def kept(producer, device: str) -> bool:
 )
 def test_only_quantization_of_opaque_results_is_kept(producer, device, expected):
     assert kept(producer, device) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "expected"),
+    [
+        ((64, 196, 1280), "cuda", True),
+        ((64, 196, 1280), "cpu", False),
+        ((64, 196, 768), "cuda", False),  # Inductor keeps such a row
+        ((1, 196, 1280), "cuda", False),  # launches decide
+    ],
+)
+def test_many_long_rows_of_an_activation_are_written_first(shape, device, expected):
+    assert kept(F.gelu, device, shape) == expected
+
+
+def test_a_norm_and_its_activation_are_one_kernel():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(F.gelu, (graph.call_function(F.layer_norm, (x, (2048,))),))
+    y.meta["val"] = torch.empty(8192, 2048, device="meta")
+    assert not keep_quantize.is_long_activation(y)
+    y.args = (x,)
+    assert keep_quantize.is_long_activation(y)
 
 
 @pytest.mark.gpu
