@@ -53,9 +53,7 @@ STEPS = {
     "INT8, rotation, zero points": Configuration(_STATIC, Recipe(rotate=True, zero_points=True, guard=True)),
     "INT8 + attention (best recipe, dynamic_share=0)": Configuration(_STATIC_ATTENTION, replace(BEST, dynamic_share=0)),
     "INT8 + attention (best recipe, reach)": Configuration(_STATIC_ATTENTION, replace(BEST, reach=True)),
-    "INT8 + attention (best recipe, float layers)": Configuration(
-        _STATIC_ATTENTION, replace(BEST, float_layers=True, dynamic_share=0.14)
-    ),
+    "INT8 + attention (best recipe, float layers)": Configuration(_STATIC_ATTENTION, replace(BEST, device="cuda")),
     "INT8-D (best recipe, Hadamard)": Configuration(_DYNAMIC, replace(BEST, hadamard=True)),
 }
 """Two steps that cost nothing at run time, and the best recipe with static scales alone, with scales by the reach of
@@ -76,7 +74,7 @@ class Row:
     Attributes:
         figures: see benchmarks/pretrained_tasks.py; of the float model compared with itself for ``"FP32"``.
         seconds: for recipe, calibration and conversion, on the threads and the load that the machine had.
-        layers: SQNR in dB of each linear's output, for the first seed.
+        layers: SQNR in dB of each linear's output unless it is exact, for the first seed.
     """
 
     model: str
@@ -225,8 +223,7 @@ def measure(subject: Subject, configurations: Mapping[str, Configuration], seeds
     """A row for each configuration and seed that the file does not hold."""
     if not rows.holds(subject.name, "FP32", 0):
         figures = subject.figures(subject.exported)
-        own = {name: value for name, value in figures.items() if math.isfinite(value)}  # JSON has no infinity
-        rows.add(Row(subject.name, "FP32", 0, own, 0.0, {}))
+        rows.add(Row(subject.name, "FP32", 0, _finite(figures), 0.0, {}))
     for seed in seeds:
         missing = {name: each for name, each in configurations.items() if not rows.holds(subject.name, name, seed)}
         batches = subject.calibration(seed) if missing else []
@@ -236,8 +233,13 @@ def measure(subject: Subject, configurations: Mapping[str, Configuration], seeds
             quantized = _quantized(subject, configuration, batches)
             seconds = time.perf_counter() - start
             quantized.float_exported.graph.eliminate_dead_code()  # as conversion does, or layers would differ
-            layers = layer_sqnr(*quantized, subject.example) if seed == 0 else {}
+            layers = _finite(layer_sqnr(*quantized, subject.example)) if seed == 0 else {}
             rows.add(Row(subject.name, name, seed, subject.figures(quantized.converted), seconds, layers))
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, float]:
+    """Without those that JSON cannot hold: the SQNR of what is exact."""
+    return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
 def _quantized(subject: Subject, configuration: Configuration, batches: list[Any]) -> FloatAndConverted:

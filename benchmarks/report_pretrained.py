@@ -58,7 +58,7 @@ _COLUMNS = {
     "top_1": "top-1, %",
     "spearman": "Spearman",
 }
-_OF_STATIC_INPUTS = ("choose_observers", "zero_points", "margins", "reach", "dynamic_share", "float_layers")
+_OF_STATIC_INPUTS = ("choose_observers", "zero_points", "margins", "reach", "dynamic_share", "float_layers", "device")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from qframework.quantizer.channel_statistics import channel_statistics
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.hadamard_inputs import Transform, behind_norms, can_turn, is_norm
 from qframework.quantizer.histogram_observers import AffineMSEObserver, MSEObserver, PercentileObserver
-from qframework.quantizer.layer_costs import float_seconds, per_token_seconds, zero_point_seconds
+from qframework.quantizer.layer_costs import Costs, costs_for
 from qframework.quantizer.observers import activation_observer
 from qframework.quantizer.output_error import (
     Parameters,
@@ -94,6 +94,7 @@ class _Group:
     turns: bool = False  # transformed if dynamic (hadamard_inputs.py)
     behind_norm: bool = False
     rows: int = 1  # of the examples, so that costs of layers with different numbers of tokens compare
+    costs: Costs = field(init=False, repr=False)  # where it runs; set when it is measured, as rows are
     margins: dict[str, float] = field(default_factory=dict)  # by candidate, those that are not 0
 
     @property
@@ -127,10 +128,10 @@ class _Group:
     def cost(self, name: str) -> float:
         """Seconds that a candidate takes at run time, more than a scale per tensor."""
         if name == "dynamic":
-            return per_token_seconds(self.rows, self.width, behind_norm=self.behind_norm)
+            return self.costs.per_token(self.rows, self.width, behind_norm=self.behind_norm)
         if name == _FLOAT:
-            return float_seconds(self.rows, self.width, self.outputs)
-        return zero_point_seconds(self.rows, self.width) if name == _ZERO_POINT else 0.0
+            return self.costs.in_float(self.rows, self.width, self.outputs)
+        return self.costs.zero_point(self.rows, self.width) if name == _ZERO_POINT else 0.0
 
 
 def choose_activations(
@@ -144,6 +145,7 @@ def choose_activations(
     reach: bool = False,
     dynamic_share: float = 0.0,
     float_layers: bool = False,
+    device: str | None = None,
     hadamard: bool = False,
     batches: int | None = None,
     judge: Callable[[], float] | None = None,
@@ -165,6 +167,7 @@ def choose_activations(
         dynamic_share: dynamic inputs may take at most this share of the time that dynamic scales would take if all
             groups had them (layer_costs.py), besides that of zero points.
         float_layers: whether layers that are not behind a norm may stay in float within this budget.
+        device: whose prices count (layer_costs.py), ``"cpu"`` or ``"cuda"``; None for that and the dtype of the model.
         hadamard: whether dynamic inputs will be transformed as in qframework/quantizer/hadamard_inputs.py.
         batches: use only this many batches.
         judge: measures the error of the output with everything quantized. The observers, or the whole choice, are
@@ -192,7 +195,7 @@ def choose_activations(
     if margins and judged:
         _widen(exported, groups, fitted, first_examples(exported, judged, 2 * _EXAMPLES), reach)
     example = first_examples(exported, judged or fitted, _EXAMPLES)
-    _measure(exported, groups, example, dynamic=dynamic_share > 0)
+    _measure(exported, groups, example, device, dynamic=dynamic_share > 0)
     propose = functools.partial(_proposal, groups, dynamic_share, float_layers)
     proposals = [propose(allowed)]
     if judge is None:
@@ -385,14 +388,16 @@ def _best_margin(rows: Tensor, weights: list[Tensor], narrow: Parameters, margin
 
 
 @torch.no_grad()
-def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *, dynamic: bool) -> None:
-    """Sets the errors at the output of each group with each of its candidates, and with dynamic scales on request."""
+def _measure(
+    exported: GraphModule, groups: list[_Group], example: list[Any], device: str | None, *, dynamic: bool
+) -> None:
+    """Sets prices, and the errors at the output of each group with each of its candidates, and dynamic on request."""
     expected = floats(Run(exported).start(example).finish({}))
     run = Run(exported).start(example)
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         x = run.value(group.input)
-        group.rows = x.numel() // max(group.width, 1)
+        group.rows, group.costs = x.numel() // max(group.width, 1), costs_for(device, x)
         candidates = _promising(x, group.parameters)
         if dynamic:
             candidates["dynamic"] = _dynamic(run, group, x)

@@ -34,6 +34,7 @@ from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import JsonConfig, check_bool, check_choice
 from qframework.quantizer.hadamard_inputs import turn_dynamic_inputs
+from qframework.quantizer.layer_costs import DEVICES
 from qframework.quantizer.output_error import OutputError, Snapshot, held_out
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
 from qframework.quantizer.rotate import rotate
@@ -116,12 +117,16 @@ class Recipe(JsonConfig):
             the error of the model's output (qframework/quantizer/attention_choice.py).
         dynamic_share: the inputs that harm the output most for their cost may have scales per token, computed at run
             time. 1 stands for the time that this would take for all inputs: a pass over the channels of each, of which
-            those behind a norm count a quarter, since its kernel computes them (qframework/quantizer/layer_costs.py).
-            All of a ViT-S takes 23 percent of a static model's time on an H100, so that a share of 0.08 takes up to
-            2.8; 0 for none.
+            those behind a norm count less, since its kernel computes them (qframework/quantizer/layer_costs.py). All
+            of a ViT-S takes 23 percent of a static model's time on an H100 and 31 on a CPU with AMX, so that a share of
+            0.14 takes up to 3.5 and 4.3; 0 for none.
         float_layers: layers that are not behind a norm may also stay in float within the budget of ``dynamic_share``,
-            where that gains more for its cost. One of no more than about a thousand results costs less in float than
-            with a scale per token.
+            where that gains more for its cost. In 16 bit on a GPU, one of no more than about a thousand results costs
+            less in float than with a scale per token; on a CPU it costs several times as much.
+        device: where the converted model will run, whose prices ``dynamic_share`` and ``float_layers`` count:
+            ``"cuda"``, in 16 bit, or ``"cpu"``, in float32. None for the device and the dtype that the model has while
+            it is calibrated. Name it for a model that is calibrated on a CPU and deployed on a GPU, or that runs under
+            autocast.
         guard: hold the first batch, or half of the only one, out from all steps that fit data, and undo each that does
             not reduce the error of the model's output for that batch; ``smooth`` and ``channel_scales`` by 5 percent.
             ``shift`` is kept up to 10 percent more, which is noise: it costs nothing, and layers are judged alone.
@@ -148,6 +153,7 @@ class Recipe(JsonConfig):
     attention_heads: bool = False
     dynamic_share: float = 0.0
     float_layers: bool = False
+    device: str | None = None
     guard: bool = False
     weight_rounding: WeightRounding = "nearest"
     bias_correction: bool = False
@@ -171,15 +177,23 @@ class Recipe(JsonConfig):
             check_bool("Recipe", name, getattr(self, name))
         if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
             raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
+        if self.device not in (None, *DEVICES):
+            raise UnsupportedError(
+                f"Recipe: device must be None, {' or '.join(map(repr, DEVICES))}, got {self.device!r}"
+            )
         check_choice("Recipe", "weight_rounding", self.weight_rounding, get_args(WeightRounding))
         if self.batches is not None and not is_count(self.batches):
             raise UnsupportedError(f"Recipe: batches must be None or a positive integer, got {self.batches!r}")
 
     @classmethod
-    def best(cls) -> Recipe:
-        """The steps that help most models and cost little.
+    def best(cls, device: str | None = None) -> Recipe:
+        """The steps that help most models and cost little: all but ``split_gelu``, ``reach`` and ``hadamard``.
 
-        All but ``split_gelu``, ``reach``, ``hadamard`` and ``float_layers``.
+        Args:
+            device: where the converted model will run, ``"cuda"`` or ``"cpu"``; None for the model's device.
+
+        Raises:
+            UnsupportedError: for another device.
         """
         return cls(
             rotate=True,
@@ -191,7 +205,9 @@ class Recipe(JsonConfig):
             margins=True,
             rotate_heads=True,
             attention_heads=True,
-            dynamic_share=0.08,
+            dynamic_share=0.14,
+            float_layers=True,
+            device=device,
             guard=True,
             weight_rounding="gptq",
             bias_correction=True,
@@ -251,6 +267,7 @@ class Recipe(JsonConfig):
                 reach=self.reach,
                 dynamic_share=self.dynamic_share,
                 float_layers=self.float_layers,
+                device=self.device,
                 hadamard=self.hadamard,
                 batches=self.batches,
                 judge=None if guard is None else guard.error.measure,

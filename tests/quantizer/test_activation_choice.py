@@ -12,9 +12,9 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework.errors import CalibrationError
 from qframework.numerics import dynamic_scale, scale_from_amax, sqnr_db
-from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, static_int8
+from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, layer_costs, static_int8
 from qframework.quantizer.activation_choice import choose_activations
-from qframework.quantizer.layer_costs import float_seconds, per_token_seconds
+from qframework.quantizer.layer_costs import costs_on
 from qframework.quantizer.output_error import OutputError, Parameters, Run, Snapshot, fake_quantized, held_out
 
 DIM = 16
@@ -126,8 +126,9 @@ def test_an_input_behind_a_norm_costs_a_quarter(norm: nn.Module, chosen: dict[st
     """Of two inputs of one width, a share of 0.2 pays for the one behind a norm, if there is one, and no other."""
     batches = loud_tokens()
     graph = exported(Two(norm), batches[0])
-    assert choose_activations(copy.deepcopy(graph), QUANTIZER, batches, observers=False, dynamic_share=0.19) == {}
-    assert choose_activations(graph, QUANTIZER, batches, observers=False, dynamic_share=0.2) == chosen
+    options = {"observers": False, "device": "cuda"}
+    assert choose_activations(copy.deepcopy(graph), QUANTIZER, batches, dynamic_share=0.19, **options) == {}
+    assert choose_activations(graph, QUANTIZER, batches, dynamic_share=0.2, **options) == chosen
 
 
 class OneLoudChannel(nn.Module):
@@ -136,33 +137,34 @@ class OneLoudChannel(nn.Module):
     A scale per token hardly helps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = DIM) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
         with torch.no_grad():
             self.second.weight[:, 0] = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        loud = torch.ones(DIM).index_fill(0, torch.tensor(0), 1000.0)
+        loud = torch.ones(x.shape[-1]).index_fill(0, torch.tensor(0), 1000.0).to(x.dtype)
         return self.second(self.first(x) * loud)
 
 
-def tokens() -> list[Tensor]:
-    return [torch.randn(4, 64, DIM, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+def tokens(width: int = DIM) -> list[Tensor]:
+    return [torch.randn(4, 64, width, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
 def test_a_layer_that_no_scale_helps_stays_in_float_if_the_budget_pays_for_its_product() -> None:
     model, x = OneLoudChannel().eval(), tokens()[0]
     graph = exported(model, x)
     rows = x.numel() // DIM
-    share = float_seconds(rows, DIM, DIM) / (2 * per_token_seconds(rows, DIM, behind_norm=False))
+    costs = costs_on("cuda", torch.float16)
+    share = costs.in_float(rows, DIM, DIM) / (2 * costs.per_token(rows, DIM, behind_norm=False))
     for given, allowed in ((share - 0.01, True), (share + 0.01, False)):
         again = copy.deepcopy(graph)
-        options = {"observers": False, "dynamic_share": given, "float_layers": allowed}
+        options = {"observers": False, "dynamic_share": given, "float_layers": allowed, "device": "cuda"}
         assert "float" not in choose_activations(again, QUANTIZER, tokens(), **options).values()
     chosen = choose_activations(
-        graph, QUANTIZER, tokens(), observers=False, dynamic_share=share + 0.01, float_layers=True
+        graph, QUANTIZER, tokens(), observers=False, dynamic_share=share + 0.01, float_layers=True, device="cuda"
     )
     assert chosen == {"second": "float"}
     first, second = linears(graph)
@@ -173,9 +175,24 @@ def test_a_layer_that_no_scale_helps_stays_in_float_if_the_budget_pays_for_its_p
     assert sqnr_db(model(x), int8(x)) > 30 > sqnr_db(model(x), converted(exported(model, x), tokens())(x)) + 10
 
 
+def test_float_layers_depend_on_where_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_costs, "_instructions", lambda: "amx")
+
+    def chosen(device: str | None, dtype: torch.dtype = torch.float32) -> set[str]:
+        batches = [batch.to(dtype) for batch in tokens(256)]
+        graph = exported(OneLoudChannel(256).to(dtype).eval(), batches[0])
+        options = {"observers": False, "dynamic_share": 0.9, "float_layers": True, "device": device}
+        found = choose_activations(graph, QUANTIZER, batches, **options)
+        return {layer for layer, name in found.items() if name == "float"}
+
+    assert chosen("cuda") == {"second"}
+    assert chosen("cpu") == chosen(None) == set()
+    assert chosen(None, torch.bfloat16) == {"second"}  # AMX multiplies half as fast as INT8
+
+
 def test_a_layer_behind_a_norm_does_not_stay_in_float() -> None:
     batches = loud_tokens()
-    options = {"observers": False, "dynamic_share": 1.0, "float_layers": True}
+    options = {"observers": False, "dynamic_share": 1.0, "float_layers": True, "device": "cuda"}
     assert choose_activations(exported(Two(nn.LayerNorm(DIM)), batches[0]), QUANTIZER, batches, **options) == {
         "first": "dynamic",
         "second": "float",

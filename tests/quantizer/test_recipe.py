@@ -32,7 +32,9 @@ def uneven_vit() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe.best(), Recipe(Smooth((0.5,), 7), split_gelu=True, batches=3)])
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), Recipe.best(), Recipe.best("cuda"), Recipe(Smooth((0.5,), 7), split_gelu=True, batches=3)]
+)
 def test_json_round_trip(recipe: Recipe) -> None:
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
@@ -43,6 +45,8 @@ def test_json_round_trip(recipe: Recipe) -> None:
         (lambda: Recipe(weight_rounding="up"), "Recipe: weight_rounding must be one of 'nearest', 'gptq', got 'up'"),
         (lambda: Recipe(smooth=True), "Recipe: smooth must be a Smooth or None, got True"),
         (lambda: Recipe(bias_correction=1), "Recipe: bias_correction must be True or False, got 1"),
+        (lambda: Recipe(device="tpu"), "Recipe: device must be None, 'cpu' or 'cuda', got 'tpu'"),
+        (lambda: Recipe.best(["cuda"]), r"Recipe: device must be None, 'cpu' or 'cuda', got \['cuda'\]"),
         (lambda: Recipe(batches=0), "Recipe: batches must be None or a positive integer, got 0"),
         (lambda: Smooth(strengths=(0.5, 1.5)), r"strengths must be at least one number from 0 to 1, got \(0.5, 1.5\)"),
         (lambda: Smooth(strengths=()), r"strengths must be .*, got \(\)"),
