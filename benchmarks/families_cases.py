@@ -167,6 +167,30 @@ class Speech(nn.Module):
         return states
 
 
+class Pixels(nn.Module):
+    """Images to a map of vectors: ``(B, 3, H, W)`` to ``(B, C, H', W')``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        states: Tensor = self.model(images).last_hidden_state
+        return states
+
+
+class Waveform(nn.Module):
+    """Samples of sound to vectors: ``(B, samples)`` to ``(B, frames, C)``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, samples: Tensor) -> Tensor:
+        states: Tensor = self.model(samples).last_hidden_state
+        return states
+
+
 def _transformers(
     name: str, kind: str, batch: int, tokens: int, wrapper: type[nn.Module], model: str, config: str, **sizes: Any
 ) -> Family:
@@ -176,6 +200,8 @@ def _transformers(
         Decoder: functools.partial(_prompts, tokens),
         Decoding: _next_tokens,
         Speech: _spectrograms,
+        Pixels: functools.partial(_pixels, tokens),
+        Waveform: functools.partial(_samples, tokens),
     }
     return Family(name, kind, batch, build, inputs[wrapper], in_graphs=wrapper is Decoding)
 
@@ -189,6 +215,7 @@ def _build_transformers(
     if smoke:
         known = make().to_dict()
         tokens = {name: 0 for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
+        known = {name: value for name, value in known.items() if not isinstance(value, list)}
         sizes = tokens | {**sizes, **{name: size for name, size in _SMALL.items() if name in known or name in sizes}}
     return wrapper(spread(getattr(transformers, model)(make(**sizes))))
 
@@ -231,6 +258,15 @@ def _spectrograms(model: Any, batch: int, smoke: bool) -> Inputs:
     return (torch.randn(batch, config.num_mel_bins, frames, generator=_generator()),)
 
 
+def _pixels(size: int, model: nn.Module, batch: int, smoke: bool) -> Inputs:
+    size = _SMALL_IMAGE if smoke else size
+    return (torch.randn(batch, 3, size, size, generator=_generator()),)
+
+
+def _samples(samples: int, model: nn.Module, batch: int, smoke: bool) -> Inputs:
+    return (torch.randn(batch, 400 * _SMALL_TOKENS if smoke else samples, generator=_generator()),)
+
+
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
@@ -262,6 +298,7 @@ _FAMILIES = (
     _timm("plain ViT", "xcit_small_12_p16_224", 128),
     _timm("plain ViT", "crossvit_base_240", 64),
     _timm("plain ViT", "vit_base_patch16_rope_reg1_gap_256", 128),
+    _timm("plain ViT", "tnt_b_patch16_224", 64),
     _timm("windows", "swin_base_patch4_window7_224", 128),
     _timm("windows", "swinv2_base_window8_256", 64),
     _timm("windows", "samvit_base_patch16", 4),
@@ -276,11 +313,22 @@ _FAMILIES = (
     _timm("hierarchical", "pvt_v2_b3", 64),
     _timm("hierarchical", "davit_base", 64),
     _timm("hierarchical", "volo_d2_224", 64),
+    _timm("hierarchical", "pit_b_224", 64),
+    _transformers(
+        "segformer_b3", "hierarchical", 16, 512, Pixels, "SegformerModel", "SegformerConfig",
+        depths=[3, 4, 18, 3], hidden_sizes=[64, 128, 320, 512],
+    ),
     _timm("with convolutions", "maxvit_small_tf_224", 64),
     _timm("with convolutions", "coatnet_1_rw_224", 64),
     _timm("with convolutions", "caformer_b36", 32),
     _timm("with convolutions", "tiny_vit_21m_224", 128),
     _timm("with convolutions", "convnext_base", 128),
+    _timm("with convolutions", "convnextv2_base", 64),
+    _timm("with convolutions", "edgenext_base", 128),
+    _timm("with convolutions", "efficientformerv2_l", 128),
+    _timm("with convolutions", "levit_384", 256),
+    _timm("with convolutions", "vitamin_base_224", 64),
+    _timm("without attention", "focalnet_base_lrf", 64),
     _timm("without attention", "mixer_b16_224", 128),
     _timm("without attention", "resmlp_24_224", 128),
     _bert("bert_base", batch=64, tokens=128, model="BertModel", config="BertConfig"),
@@ -309,6 +357,7 @@ _FAMILIES = (
         "whisper_small", "speech encoder", 8, 1500, Speech, "WhisperModel", "WhisperConfig",
         d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072, num_mel_bins=80,
     ),
+    _transformers("wav2vec2_base", "speech encoder", 16, 80000, Waveform, "Wav2Vec2Model", "Wav2Vec2Config"),
     _llm(
         "llama_1b", batch=4, model="LlamaModel", config="LlamaConfig",
         hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
@@ -350,6 +399,16 @@ _FAMILIES = (
         "olmoe_4_layers", batch=1, model="OlmoeModel", config="OlmoeConfig",
         hidden_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16, intermediate_size=1024,
         num_experts=64, num_experts_per_tok=8, vocab_size=32000,
+    ),
+    _llm(
+        "mistral_7b_4_layers", batch=2, model="MistralModel", config="MistralConfig",
+        hidden_size=4096, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+        sliding_window=1024, vocab_size=32000,
+    ),
+    _llm(
+        "gemma3_1b_12_layers", batch=4, model="Gemma3TextModel", config="Gemma3TextConfig",
+        hidden_size=1152, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
+        intermediate_size=6912, sliding_window=512, vocab_size=32000,
     ),
     _llm("gpt2", batch=8, tokens=1024, model="GPT2Model", config="GPT2Config"),
     _decoding(
