@@ -20,7 +20,8 @@ _SMALL = {  # sizes of a transformers configuration in a smoke run, by the names
     "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "d_kv": 32,
     "vocab_size": 99, "max_source_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2,
     "dim": 64, "hidden_dim": 128, "n_layers": 1, "n_heads": 2, "ffn_dim": 128, "word_embed_proj_dim": 64,
-    "num_experts": 4, "num_experts_per_tok": 2,
+    "num_experts": 4, "num_experts_per_tok": 2, "depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 80, 64],
+    "conv_dim": [16] * 7, "num_conv_pos_embeddings": 16,
 }  # fmt: skip
 _SMALL_IMAGE, _SMALL_MODEL = 160, "test_vit"
 _SMALL_TOKENS = 24
@@ -215,8 +216,8 @@ def _build_transformers(
     if smoke:
         known = make().to_dict()
         tokens = {name: 0 for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
-        known = {name: value for name, value in known.items() if not isinstance(value, list)}
-        sizes = tokens | {**sizes, **{name: size for name, size in _SMALL.items() if name in known or name in sizes}}
+        given = known | sizes
+        sizes = tokens | sizes | {name: x for name, x in _SMALL.items() if type(given.get(name)) is type(x)}
     return wrapper(spread(getattr(transformers, model)(make(**sizes))))
 
 

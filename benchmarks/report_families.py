@@ -8,15 +8,15 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.families_cases import DECODING, FAMILIES
 from benchmarks.harness import Record
 from benchmarks.pages import Page, Plot
 from benchmarks.plots import COLOUR, GREY, WIDTH
-from benchmarks.tables import Run, bold_if, combined, machine_line, number, ratio, shown, speed, table
+from benchmarks.tables import Run, bold_if, combined, machine_line, number, ratio, speed, table
 
 FOLDER = "families"  # below the folder of results
 NAME = "families.md"
@@ -37,8 +37,8 @@ head. SQNR is that of the outputs, of random weights, and says little about trai
 `torch.compile` and the first call while other models compile on the same processor, relative to FP16's. Encoders take
 sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a multiple of ours:
 where that is above 1 and the speed below, the host was slower in launching them, which varies from machine to machine.
-Each architecture is shown as the newest run that has it measured it, with the FP16 of that run; the runs are listed at
-the end.
+Each mode of each architecture is shown as the newest run that timed it did, as a multiple of the FP16 of that run; the
+runs are listed at the end.
 """
 NOTHING = "\nNothing measured yet.\n"
 MODES = {
@@ -49,47 +49,69 @@ MODES = {
     "static": ("qframework_static", "qframework_static_graphs"),
 }
 OURS = ("float", "dynamic", "static")
-Case = dict[str, Record]
-"""The fastest record of each mode of one model at one batch."""
 
 
-def cases(records: Sequence[Record]) -> list[Case]:
-    """The models and batches whose FP16 was timed."""
-    groups: dict[tuple[str | None, int | None], list[Record]] = {}
-    for record in combined(records):
-        groups.setdefault((record.model, record.batch), []).append(record)
-    found = [{mode: _fastest(group, names) for mode, names in MODES.items()} for group in groups.values()]
-    kept = [{mode: record for mode, record in case.items() if record is not None} for case in found]
-    return [case for case in kept if speed_of(case, "fp16")]
+class Measured(NamedTuple):
+    """A provider's record and that of FP16 in the same run."""
+
+    record: Record
+    base: Record
+
+    @property
+    def relative(self) -> float:
+        """Speed as a multiple of FP16's; 0 without a time."""
+        return _speed(self.record) / _speed(self.base)
+
+
+Case = dict[str, Measured]
+"""What the newest run with a time says of each mode of one model at one batch: of its fastest provider."""
+
+
+def cases(runs: Sequence[Run]) -> list[Case]:
+    """The models and batches whose FP16 was timed, in the order of ``FAMILIES``; ``runs`` are newest first."""
+    found: dict[tuple[str | None, int | None], Case] = {}
+    for run in runs:
+        for group in _groups(run):
+            base = _fastest(group, MODES["fp16"])
+            if base is None or not _speed(base):
+                continue
+            case = found.setdefault((base.model, base.batch), {})
+            for mode, names in MODES.items():
+                record = _fastest(group, names)
+                if record is not None and not (mode in case and case[mode].relative):
+                    case[mode] = Measured(record, base)
+    order = {name: place for place, name in enumerate(FAMILIES)}
+    return sorted(found.values(), key=lambda case: order.get(str(case["fp16"].record.model), len(order)))
+
+
+def _groups(run: Run) -> list[list[Record]]:
+    return replace(run, records=combined(run.records)).groups()
 
 
 def _fastest(group: Sequence[Record], names: Sequence[str]) -> Record | None:
     return max((record for record in group if record.provider in names), key=speed, default=None)
 
 
-def speed_of(case: Mapping[str, Record], mode: str) -> float:
+def _speed(record: Record) -> float:
     """Sequences or images a second; 0 without a time."""
-    return speed(case[mode]) if mode in case and case[mode].status == "ok" else 0.0
+    return speed(record) if record.status == "ok" else 0.0
 
 
-def relative(case: Mapping[str, Record], mode: str) -> float:
-    """Speed as a multiple of FP16's; 0 without a time."""
-    return speed_of(case, mode) / speed_of(case, "fp16")
+def relative(case: Mapping[str, Measured], mode: str) -> float:
+    """A mode's speed as a multiple of FP16's; 0 without a time."""
+    return case[mode].relative if mode in case else 0.0
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of GPU, and the newest measurement of each model and batch on it."""
+    """One kind of GPU, and what was measured on it."""
 
     name: str
-    runs: tuple[Run, ...]  # newest first; records that a newer run has again are left out
+    runs: tuple[Run, ...]  # newest first
 
-    @property
-    def records(self) -> list[Record]:
-        """Of all runs, in the order of ``FAMILIES``."""
-        order = {name: place for place, name in enumerate(FAMILIES)}
-        found = [record for run in self.runs for record in run.records]
-        return sorted(found, key=lambda record: order.get(str(record.model), len(order)))
+    @functools.cached_property
+    def cases(self) -> list[Case]:
+        return cases(self.runs)
 
     @property
     def digest(self) -> str:
@@ -102,9 +124,9 @@ class Device:
 
 def devices(runs: Sequence[Run]) -> list[Device]:
     """The devices of ``runs``."""
-    names = dict.fromkeys(str(run.machine.get("device")) for run in runs)
-    kept = shown(runs)
-    return [Device(name, tuple(run for run in kept if str(run.machine.get("device")) == name)) for name in names]
+    newest = sorted(runs, key=lambda run: str(run.machine.get("date")), reverse=True)
+    names = dict.fromkeys(str(run.machine.get("device")) for run in newest)
+    return [Device(name, tuple(run for run in newest if str(run.machine.get("device")) == name)) for name in names]
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -115,19 +137,21 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _section(device: Device) -> str:
-    found = cases(device.records)
+    found = device.cases
     parts = [f"## {device.name}\n", f"![Speed of each architecture](assets/{device.plot})\n"]
     parts += [_means(found), _losses(found)]
     parts += [_kind(kind, found) for kind in dict.fromkeys(family.kind for family in FAMILIES.values())]
-    return "\n".join(filter(None, [*parts, _broken(device.records), _runs(device)]))
+    return "\n".join(filter(None, [*parts, _broken(device), _runs(device)]))
 
 
 def _runs(device: Device) -> str:
-    """The machines, versions and commits of the runs, and what to know of each."""
+    """The machines, versions and commits of the runs that a table shows, and what to know of each."""
+    told = [measured.record for case in device.cases for measured in case.values()]
     parts = ["### Runs\n"]
     for run in device.runs:
-        models = ", ".join(dict.fromkeys(str(record.model) for record in run.records))
-        parts += [f"{models}: {run.note or ''}\n", machine_line(run.machine, run.peaks)]
+        records = [record for group in _groups(run) for record in group]
+        if models := ", ".join(dict.fromkeys(str(record.model) for record in records if record in told)):
+            parts += [f"{models}: {run.note or ''}\n", machine_line(run.machine, run.peaks)]
     return "\n".join(parts)
 
 
@@ -141,10 +165,11 @@ def _means(found: Sequence[Case]) -> str:
 
 def _use(case: Case) -> str:
     """What a row of the table of means is of."""
-    family = FAMILIES.get(str(case["fp16"].model))
+    record = case["fp16"].record
+    family = FAMILIES.get(str(record.model))
     if family is not None and family.kind == DECODING:
         return "decoding"
-    return "throughput" if (case["fp16"].batch or 0) > 1 else "batch 1"
+    return "throughput" if (record.batch or 0) > 1 else "batch 1"
 
 
 def _mean(found: Sequence[Case], mode: str) -> float | None:
@@ -155,11 +180,11 @@ def _mean(found: Sequence[Case], mode: str) -> float | None:
 def _losses(found: Sequence[Case]) -> str:
     slower = [
         [
-            str(case["fp16"].model),
-            str(case["fp16"].batch),
+            str(case[mode].record.model),
+            str(case[mode].record.batch),
             mode,
             number(relative(case, mode)),
-            _kernels(case[mode], case["fp16"]),
+            _kernels(case[mode]),
         ]
         for case in found
         for mode in OURS
@@ -173,49 +198,55 @@ def _losses(found: Sequence[Case]) -> str:
 def _kind(kind: str, found: Sequence[Case]) -> str:
     """The table of one kind of architecture; empty if none was measured."""
     columns: dict[str, Callable[[Case], str]] = {
-        "model": lambda case: str(case["fp16"].model),
-        "batch": lambda case: str(case["fp16"].batch),
-        "FP16, ms": lambda case: number(case["fp16"].p50_ms),
+        "model": lambda case: str(case["fp16"].record.model),
+        "batch": lambda case: str(case["fp16"].record.batch),
+        "FP16, ms": lambda case: number(case["fp16"].record.p50_ms),
         **{mode: functools.partial(_cell, mode=mode) for mode in ("FP8", *OURS)},
-        "kernels": lambda case: _pair(case, lambda record: _kernels(record, case["fp16"])),
-        "SQNR, dB": lambda case: _pair(case, lambda record: number(record.sqnr_db)),
-        "first call": lambda case: _pair(case, lambda record: _first_call(record, case["fp16"])),
-        "memory": lambda case: _pair(case, lambda record: ratio(record.peak_mb or 0, case["fp16"].peak_mb or 0)),
+        "kernels": lambda case: _pair(case, _kernels),
+        "SQNR, dB": lambda case: _pair(case, lambda measured: number(measured.record.sqnr_db)),
+        "first call": lambda case: _pair(case, lambda measured: _multiple(measured, "first_call_s")),
+        "memory": lambda case: _pair(case, lambda measured: _multiple(measured, "peak_mb")),
     }
     rows = [
         [column(case) for column in columns.values()]
         for case in found
-        if case["fp16"].model in FAMILIES and FAMILIES[str(case["fp16"].model)].kind == kind
+        if (family := FAMILIES.get(str(case["fp16"].record.model))) is not None and family.kind == kind
     ]
     return f"### {kind[0].upper()}{kind[1:]}\n\n{table(list(columns), rows)}" if rows else ""
 
 
 def _cell(case: Case, mode: str) -> str:
     if not relative(case, mode):
-        return case[mode].status if mode in case else ""
+        return case[mode].record.status if mode in case else ""
     best = max(relative(case, each) for each in MODES)
     return bold_if(relative(case, mode) == best, number(relative(case, mode)))
 
 
-def _pair(case: Case, text: Callable[[Record], str]) -> str:
+def _pair(case: Case, text: Callable[[Measured], str]) -> str:
     """Dynamic and static."""
-    return ", ".join(text(case[mode]) if speed_of(case, mode) else "" for mode in ("dynamic", "static"))
+    return ", ".join(text(case[mode]) if relative(case, mode) else "" for mode in ("dynamic", "static"))
 
 
-def _kernels(record: Record, base: Record) -> str:
+def _kernels(measured: Measured) -> str:
     """FP16's time of kernels as a multiple of the record's; empty where one is unknown."""
-    return ratio(base.kernels_ms or 0, record.kernels_ms or 0)
+    return ratio(measured.base.kernels_ms or 0, measured.record.kernels_ms or 0)
 
 
-def _first_call(record: Record, base: Record) -> str:
-    return ratio(record.first_call_s or 0, base.first_call_s or 0)
+def _multiple(measured: Measured, field: str) -> str:
+    """A field of the record as a multiple of FP16's."""
+    return ratio(getattr(measured.record, field) or 0, getattr(measured.base, field) or 0)
 
 
-def _broken(records: Sequence[Record]) -> str:
+def _broken(device: Device) -> str:
+    """What no run timed, as the newest one reports it."""
+    timed = {record.key for run in device.runs for record in combined(run.records) if _speed(record)}
+    reported: dict[tuple[Any, ...], Record] = {}
+    for record in (record for run in device.runs for record in combined(run.records)):
+        if record.key not in timed:
+            reported.setdefault(record.key, record)
     rows = [
         [str(record.model), str(record.batch), record.provider, f"{record.status}: {record.reason}"]
-        for record in records
-        if record.status != "ok"
+        for record in reported.values()
     ]
     return "### Without a time\n\n" + table(["model", "batch", "provider", "reason"], rows) if rows else ""
 
@@ -235,7 +266,7 @@ def _draw(device: Device, path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
 
-    found = [case for case in cases(device.records) if (case["fp16"].batch or 0) > 1]
+    found = [case for case in device.cases if (case["fp16"].record.batch or 0) > 1]
     style: dict[Any, Any] = {"svg.hashsalt": device.digest, "svg.fonttype": "none", "font.size": 8}
     markers = {"FP8": ("s", GREY), "float": ("d", "#57534e"), "dynamic": ("o", "#fb923c"), "static": ("o", COLOUR)}
     with plt.rc_context(style):
@@ -244,7 +275,7 @@ def _draw(device: Device, path: Path) -> None:
             points = [(relative(case, mode), row) for row, case in enumerate(found) if relative(case, mode)]
             axis.plot(*zip(*points, strict=True), marker, color=colour, label=mode) if points else None
         axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(found)), [f"{case['fp16'].model}, batch {case['fp16'].batch}" for case in found])
+        axis.set_yticks(range(len(found)), [case["fp16"].record.subject for case in found])
         axis.invert_yaxis()
         axis.grid(axis="x", linewidth=0.4)
         axis.spines[["top", "right"]].set_visible(False)

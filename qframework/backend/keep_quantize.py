@@ -27,10 +27,15 @@ from qframework.graph.shapes import traced_size
 
 _ours = torch.ops.qframework
 
-MANY_ROWS, LONG_ROW = 4096, 1024
-"""An H100 takes 67 us to quantize GELU of 12,544 rows of 1,024 values with Inductor's kernel, 52 with two kernels; 135
-and 70 of 1,280 values; 173 and 124 of 16,384 rows of 2,048; 310 and 253 of 8,192 rows of 8,192. With few rows the
-second launch takes longer than that saves."""
+MANY_ROWS = 4096
+"""With few rows, the second launch takes longer than that saves."""
+
+PAYS = {"gelu": (1024, math.inf), "gelu_tanh": (1024, math.inf), "silu": (1024, 4096)}
+"""Values in a row above and up to which two kernels are faster, by activation, also of gated ones.
+
+Inductor keeps a row of 1,024 values. Measured on an H100 (``other/2026-11-27-h100-long-rows.json``): of 12,544 rows of
+1,280 values, GELU takes 105 us in one kernel and 62 in two, SiLU 80 and 46; of 8,192 rows of 8,192 values 232 and 192,
+150 and 174. ReLU and norms are faster in one kernel, or as fast."""
 
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "clone", "to"}
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "instance_norm"}
@@ -54,13 +59,22 @@ def is_written_by_int8_linear(x: Node) -> bool:
 
 
 def is_long_activation(x: Node) -> bool:
-    """Whether ``x`` has many long rows, and is an activation, viewed in any way, of something else than a norm."""
-    fake, node = fake_value(x), _behind_views(x)
-    if fake is None or fake.ndim == 0 or activation_name(node) is None:
+    """Whether ``x`` has many rows, and is an activation that is faster computed once, viewed and gated in any way."""
+    fake = fake_value(x)
+    if fake is None or fake.ndim == 0 or not has_many_rows(fake.shape):
         return False
+    row, node = traced_size(fake.shape[-1]), _behind_views(x)
+    factors = [y for y in node.args if isinstance(y, Node)] if operation(node) == "mul" else [node]
+    return any(least < row <= most for least, most in map(_pays, factors))
+
+
+def _pays(x: Node) -> tuple[float, float]:
+    """The lengths of rows between which ``x`` is faster computed once; none for what a norm's kernel computes."""
+    node = _behind_views(x)
     operand = argument(node, 0, "input")
-    of_norm = not isinstance(operand, Node) or operation(_behind_views(operand)) in _NORMS
-    return not of_norm and has_many_rows(fake.shape) and traced_size(fake.shape[-1]) >= LONG_ROW
+    if not isinstance(operand, Node) or operation(_behind_views(operand)) in _NORMS:
+        return math.inf, 0.0
+    return PAYS.get(activation_name(node) or "", (math.inf, 0.0))
 
 
 def has_many_rows(shape: torch.Size) -> bool:

@@ -343,7 +343,7 @@ class TestQuantizationAlone:
     @staticmethod
     def lowered(monkeypatch, model, chip=(9, 0), rows=14, longest=None):
         if longest is not None:
-            monkeypatch.setattr(keep_quantize, "LONG_ROW", longest)
+            monkeypatch.setattr(keep_quantize, "PAYS", {"gelu": (longest, 64)})
         monkeypatch.setattr(float_linear, "capability_of", lambda device: chip)
         monkeypatch.setattr(keep_quantize, "MANY_ROWS", rows)
         reports, x = [], example()
@@ -360,7 +360,7 @@ class TestQuantizationAlone:
         assert "this layer has 32" in found["fc2"].reason
 
     def test_long_rows_of_an_activation_stay_in_float(self, monkeypatch):
-        monkeypatch.setattr(keep_quantize, "LONG_ROW", 64)
+        monkeypatch.setattr(keep_quantize, "PAYS", {"gelu": (63, 64)})
         found = self.lowered(monkeypatch, MixedChannels())
         assert found["fc1"].lowered
         assert not found["fc2"].lowered

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from lowered_models import Block, converted, example
@@ -58,14 +60,44 @@ def test_many_long_rows_of_an_activation_are_written_first(shape, device, expect
     assert kept(F.gelu, device, shape) == expected
 
 
+@pytest.mark.parametrize(
+    ("activation", "row", "expected"),
+    [
+        (F.gelu, 1024, False),
+        (F.gelu, 1152, True),
+        (F.gelu, 16384, True),
+        (F.silu, 3072, True),
+        (F.silu, 8192, False),
+        (F.relu, 1280, False),  # computed twice at no cost
+    ],
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_an_activation_costs_decides(activation, row, expected, gated):
+    x, y = activated(activation, row)
+    if gated:
+        y = like(y, y.graph.call_function(operator.mul, (x, y)))
+    assert keep_quantize.is_long_activation(y) is expected
+
+
 def test_a_norm_and_its_activation_are_one_kernel():
+    x, y = activated(F.gelu, 2048)
+    assert keep_quantize.is_long_activation(y)
+    with y.graph.inserting_before(y):
+        y.args = (y.graph.call_function(F.layer_norm, (x, (2048,))),)
+    assert not keep_quantize.is_long_activation(y)
+
+
+def activated(activation, row: int) -> tuple[fx.Node, fx.Node]:
+    """An input of 8,192 rows and its activation."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    y = graph.call_function(F.gelu, (graph.call_function(F.layer_norm, (x, (2048,))),))
-    y.meta["val"] = torch.empty(8192, 2048, device="meta")
-    assert not keep_quantize.is_long_activation(y)
-    y.args = (x,)
-    assert keep_quantize.is_long_activation(y)
+    x.meta["val"] = torch.empty(8192, row, device="meta")
+    return x, like(x, graph.call_function(activation, (x,)))
+
+
+def like(x: fx.Node, y: fx.Node) -> fx.Node:
+    y.meta["val"] = x.meta["val"]
+    return y
 
 
 @pytest.mark.gpu

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from benchmarks import families, report, report_families
-from benchmarks.families_cases import FAMILIES, SMOKE, _enlarge_tiny
+from benchmarks.families_cases import FAMILIES, SMOKE, _build_transformers, _enlarge_tiny
 from benchmarks.harness import Record, Results
 from qframework.numerics import sqnr_db
 
-TRANSFORMERS = [name for name, family in FAMILIES.items() if family.kind.startswith(("text", "speech", "decoder"))]
+TRANSFORMERS = [name for name, family in FAMILIES.items() if family.build.func is _build_transformers]
 
 
 def test_timm_knows_the_others():
