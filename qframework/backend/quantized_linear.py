@@ -9,7 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import ScaleConstants, erase_unused
-from qframework.compat.dynamo import VALUE_KEYS, record_value
+from qframework.compat.dispatch import FakeTensor
+from qframework.compat.dynamo import VALUE_KEYS, record_value, value_key
 from qframework.errors import QFrameworkError
 from qframework.graph.nodes import (
     Constants,
@@ -21,6 +22,7 @@ from qframework.graph.nodes import (
     layer_name,
     why_not_plain,
 )
+from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX
 
@@ -164,7 +166,8 @@ def find_epilogue(linear: Node) -> Epilogue:
     """Follow the only user of each value as long as ``int8_linear`` can compute it.
 
     The operator reads its operands at the end of the epilogue, so no node before that may change one of them in place.
-    The epilogue's own nodes write only its result.
+    The epilogue's own nodes write only its result. The operator's result is contiguous; a sum may have the strides of
+    its other operand, which a view behind it can depend on.
     """
     own: set[Node] = set()
     epilogue, reads = Epilogue(linear), _reads(linear)
@@ -176,6 +179,8 @@ def find_epilogue(linear: Node) -> Epilogue:
         if epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
             epilogue.end, epilogue.activation = user, name
         elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
+            if _made_contiguous(user) is None:
+                break
             epilogue.end, epilogue.residual = user, residual
             reads.append(residual)
         elif (found := static_quantization(user, epilogue.end)) is not None:
@@ -184,6 +189,12 @@ def find_epilogue(linear: Node) -> Epilogue:
         else:
             break
     return epilogue
+
+
+def _made_contiguous(node: Node) -> dict[Node, Any] | None:
+    """What ``follow_strides`` says of a contiguous tensor in place of ``node``: new values, or None if it cannot be."""
+    fake = fake_value(node)
+    return follow_strides(node, fake.new_empty(fake.shape)) if isinstance(fake, FakeTensor) else {}
 
 
 def _reads(linear: Node) -> list[Node]:
@@ -236,6 +247,8 @@ def insert_int8_linear(
                 scales.zero_point(epilogue.out_zero_point, device),
             ),
         )
+    for node, value in (_made_contiguous(end) or {}).items():
+        node.meta[value_key(node)] = value
     new.meta = {k: v for k, v in end.meta.items() if k in (*VALUE_KEYS, "nn_module_stack", "stack_trace")}
     end.replace_all_uses_with(new)
     erase_unused(gm, end)
