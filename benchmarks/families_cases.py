@@ -327,7 +327,6 @@ _FAMILIES = (
     _timm("with convolutions", "convnextv2_base", 64),
     _timm("with convolutions", "edgenext_base", 128),
     _timm("with convolutions", "efficientformerv2_l", 128),
-    _timm("with convolutions", "levit_384", 256),
     _timm("with convolutions", "vitamin_base_224", 64),
     _timm("without attention", "focalnet_base_lrf", 64),
     _timm("without attention", "mixer_b16_224", 128),
