@@ -194,7 +194,8 @@ def find_epilogue(linear: Node) -> Epilogue:
 def _made_contiguous(node: Node) -> dict[Node, Any] | None:
     """What ``follow_strides`` says of a contiguous tensor in place of ``node``: new values, or None if it cannot be."""
     fake = fake_value(node)
-    return follow_strides(node, fake.new_empty(fake.shape)) if isinstance(fake, FakeTensor) else {}
+    contiguous = fake.new_empty(fake.shape) if fake is not None else None
+    return follow_strides(node, contiguous) if isinstance(contiguous, FakeTensor) else {}
 
 
 def _reads(linear: Node) -> list[Node]:
