@@ -81,7 +81,7 @@ def lower_float_linear(lowering: Lowering) -> None:
         if not lowering.options.freeze_weights and (reason := _reason_of_speed(fake_value(call.input))):
             reports.append(LayerReport(name, False, "float linear", reason))
             continue
-        if reason := why_too_small(call.input, _parameter(call.weight)) or _reason_of_quantization(
+        if reason := why_too_small(call.input, _parameter(call.weight), True) or _reason_of_quantization(
             call, fake_value(node)
         ):
             reports.append(LayerReport(name, False, "float linear", reason))

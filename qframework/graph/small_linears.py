@@ -1,10 +1,14 @@
-"""Linear layers that are too small for INT8 on any chip: many rows of few channels, such as layers that mix heads.
+"""Linear layers that are too small for INT8: many rows of few channels, such as layers that mix heads.
 
-For each row, a layer of K inputs and N outputs computes K N products and moves K + N values. If K N is below 1,024,
-memory traffic takes most of the time and most of a tensor core's tile is padding, so that INT8 has nothing to speed up;
-and its quantization prevents the compiler from fusing the layer with its neighbours. On an H100, CaiT, whose attention
-mixes 8 heads in two such layers of 2.5 million rows, ran at 0.68 times the speed of FP16 with these layers in INT8.
-With few rows the launch takes most of the time in either precision.
+For each row, a layer of K inputs and N outputs computes K N products and moves K + N values. If K N is small, memory
+traffic takes most of the time and most of a tensor core's tile is padding, so that INT8 has nothing to speed up; and
+its quantization prevents the compiler from fusing the layer with its neighbours. Below 1,024 products that is so on any
+chip: on an H100, CaiT, whose attention mixes 8 heads in two such layers of 2.5 million rows, ran at 0.68 times the
+speed of FP16 with these layers in INT8. On Hopper the limits were measured
+(``other/2026-11-27-h100-small-linears.json``): behind a norm, static INT8 has 0.58 times the speed of FP16 with 32
+inputs and outputs, 0.83 with 64, where a residual that the layer adds makes up for it, and 1.31 with 128. Scales per
+token cost more, and so do rows of INT8 that are no multiple of 32 bytes: 40 inputs and 160 outputs have 0.58, 48 and
+192 have 0.81. With few rows the launch takes most of the time in either precision.
 """
 
 from __future__ import annotations
@@ -15,20 +19,28 @@ from torch.fx import Node
 
 from qframework.graph.nodes import fake_value
 from qframework.graph.shapes import traced_size
+from qframework.kernels.runtime.chip import capability_of
 
 MANY_ROWS, FEWEST_PRODUCTS = 4096, 1024
+ON_HOPPER, ON_HOPPER_SLOWER = 4096, 10_000
 
 
-def why_too_small(x: Node, weight: Node) -> str | None:
-    """Why the linear of ``x (..., K)`` and ``weight (N, K)`` stays in float; None if it need not or is unknown."""
+def why_too_small(x: Node, weight: Node, dynamic: bool) -> str | None:
+    """Why the linear of ``x (..., K)`` and ``weight (N, K)`` stays in float; None if it need not or is unknown.
+
+    ``dynamic`` says whether the input would have a scale per token, computed at run time.
+    """
     given, matrix = fake_value(x), fake_value(weight)
     if given is None or matrix is None or matrix.ndim != 2:
         return None
     rows = math.prod(map(traced_size, given.shape[:-1]))
     outputs, inputs = map(traced_size, matrix.shape)
-    if rows < MANY_ROWS or inputs * outputs >= FEWEST_PRODUCTS:
+    fewest = FEWEST_PRODUCTS
+    if capability_of(given.device) == (9, 0):
+        fewest = ON_HOPPER_SLOWER if dynamic or inputs % 32 else ON_HOPPER
+    if rows < MANY_ROWS or inputs * outputs >= fewest:
         return None
     return (
         f"it has {inputs} inputs and {outputs} outputs for each of {rows} rows, which INT8 does not make faster. With "
-        f"{MANY_ROWS} rows or more, a layer is quantized if its inputs times its outputs are at least {FEWEST_PRODUCTS}"
+        f"{MANY_ROWS} rows or more, a layer is quantized if its inputs times its outputs are at least {fewest}"
     )

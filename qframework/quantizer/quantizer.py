@@ -215,12 +215,12 @@ class QFrameworkQuantizer(Quantizer):
                 f"config_for: node must be a torch.fx.Node of an exported model, got {described(node)}"
             )
         kind: Kind = LinearConfig if is_linear(node) else AttentionConfig
-        if kind is LinearConfig and why_too_small(*node.args[:2]):  # type: ignore[arg-type]  # both are nodes
-            return None
         selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
         # max() returns the first of equal items, so the latest call must come first
         strongest = max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)
         config = strongest.config_of(kind) if strongest else None
+        if isinstance(config, LinearConfig) and _is_too_small(node, config):
+            return None
         return config if config is None else node.meta.get(_OVERRIDE, config)
 
     def _attention_config(self, node: Node) -> AttentionConfig | None:
@@ -383,3 +383,10 @@ def _no_match(what: str, wanted: str, known: set[str]) -> str:
     shown = close or sorted(known, key=lambda name: (name.count("."), name))[:10]
     names = f"{'Close' if close else 'The model has'}: {', '.join(shown) or 'no modules'}"
     return f"{what} must match a module of the model, got none. {names}"
+
+
+def _is_too_small(linear: Node, config: LinearConfig) -> bool:
+    x, weight = linear.args[:2]
+    assert isinstance(x, Node)
+    assert isinstance(weight, Node)
+    return why_too_small(x, weight, config.activation.dynamic) is not None

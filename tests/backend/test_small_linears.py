@@ -10,6 +10,7 @@ import qframework
 from qframework import numerics
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
+from qframework.graph import small_linears
 
 TOKENS = 64
 
@@ -74,3 +75,24 @@ def test_layers_of_few_rows_or_many_channels_are_quantized(convert):
     assert all(report.lowered for report in convert(model, torch.randn(4095, 8)).values())
     wide = nn.Sequential(nn.Linear(32, 32)).eval()
     assert all(report.lowered for report in convert(wide, torch.randn(4096, 32)).values())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "static", "dynamic"),
+    [
+        (32, 64, True, True),  # slower in INT8
+        (64, 64, False, True),
+        (40, 160, True, True),  # rows of 40 bytes
+        (160, 40, False, True),
+        (64, 192, False, False),
+    ],
+)
+def test_limits_on_hopper(monkeypatch, inputs, outputs, static, dynamic):
+    monkeypatch.setattr(small_linears, "capability_of", lambda device: (9, 0))
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    x.meta["val"], weight.meta["val"] = torch.empty(4096, inputs), torch.empty(outputs, inputs)
+    assert (small_linears.why_too_small(x, weight, False) is not None) == static
+    assert (small_linears.why_too_small(x, weight, True) is not None) == dynamic
+    monkeypatch.setattr(small_linears, "capability_of", lambda device: (8, 9))
+    assert small_linears.why_too_small(x, weight, True) is None  # other chips were not measured

@@ -154,6 +154,16 @@ def canonical(x: DenseArguments) -> Canonical:
     return Canonical(q, k, v, mask, rel_h, rel_w)
 
 
+def without_repeated_heads(call: Canonical) -> Canonical:
+    """A ``call`` whose keys and values are one head, expanded to several, with that head, which kernels read for all.
+
+    TMA addresses no dimension of stride 0, so that the fast kernels would leave them to the general one.
+    """
+    k, v = call.k, call.v
+    repeated = k.shape[1] > 1 and k.stride(1) == 0 and v.stride(1) == 0
+    return call._replace(k=k[:, :1], v=v[:, :1]) if repeated else call
+
+
 def in_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
     """``x (..., H, N, D)`` of a call with ``query``, whose batch dimensions it has, as (B, H, N, D)."""
     return _four(x, _lead(query))

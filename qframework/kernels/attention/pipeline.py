@@ -28,6 +28,7 @@ from qframework.kernels.attention.arguments import (
     VarlenArguments,
     canonical,
     default_scale,
+    without_repeated_heads,
 )
 from qframework.kernels.attention.auto import choose_packed_variant, choose_variant
 from qframework.kernels.attention.mask_blocks import MaskBlocks, mask_blocks_triton
@@ -252,6 +253,8 @@ def _sage_attention(x: SageAttentionArguments, steps: Steps, blocks: MaskBlocks 
     """``blocks`` are those of the mask, if they are known."""
     shape = (*x.query.shape[:-1], x.value.shape[-1])
     call = canonical(x)
+    if blocks is None or blocks.seen is None:  # which are of as many heads
+        call = without_repeated_heads(call)
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
         out, lse = x.empty_result()
         return out.zero_(), lse.fill_(-torch.inf)

@@ -7,6 +7,7 @@ import torch
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.attention import hopper
+from qframework.kernels.attention.arguments import Canonical, without_repeated_heads
 from qframework.kernels.attention.mask_blocks import MaskSizes
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -54,6 +55,34 @@ def test_the_kernel_reads_the_given_blocks(variant: str, causal: bool, seen: boo
     differs = not torch.equal(torch.ops.qframework.masked_attention(q, k, v, mask, *others, *given), expected)
     reads = ON_HOPPER and tokens >= hopper.LEAST_TOKENS and variant != "sage_t"
     assert differs == (reads and (seen or variant == "unquantized"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="its kernel reads by TMA")
+def test_one_head_of_keys_that_is_expanded_is_read_by_the_fast_kernel() -> None:
+    """As in Gemma 3, whose single head is a view of stride 0."""
+    tokens = 1024
+    q, k, v, mask = operands("cuda", tokens, heads=32, key_heads=1)
+    given = (False, None, True, "unquantized")
+    shared = blocks(mask, tokens)
+    k_all, v_all = k.expand(2, 32, tokens, 64), v.expand(2, 32, tokens, 64)
+    with torch.profiler.profile() as profile:
+        found = torch.ops.qframework.masked_attention(q, k_all, v_all, mask, *shared, *given)
+    assert not any("_quantized_attention_kernel" in event.key for event in profile.key_averages())
+    assert torch.equal(found, torch.ops.qframework.masked_attention(q, k, v, mask, *shared, *given))
+
+
+@pytest.mark.parametrize("variant", ["unquantized", "sage_b", "integer_exp"])
+def test_expanded_heads_are_the_head_itself(variant: str) -> None:
+    q, k, v, mask = operands("cpu", 64, heads=4, key_heads=1)
+    given = (False, 0.2, True, variant, True, True)
+    out, lse = torch.ops.qframework.sage_attention(q, k.expand(2, 4, 64, 64), v.expand(2, 4, 64, 64), mask, *given)
+    expected, sums = torch.ops.qframework.sage_attention(q, k, v, mask, *given)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, sums)
+    repeated = Canonical(q, k.expand(2, 4, 64, 64), v.expand(2, 4, 64, 64), None, None, None)
+    assert without_repeated_heads(repeated).k.shape == k.shape
+    assert without_repeated_heads(repeated._replace(v=v.repeat(1, 4, 1, 1))).k.shape[1] == 4
 
 
 def test_opcheck() -> None:
