@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
-from qframework.backend.keep_quantize import has_many_rows, is_long_activation, is_written_by_int8_linear
+from qframework.backend.keep_quantize import has_many_rows, is_computed_twice, is_written_by_int8_linear
 from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import Quantized, find_epilogue, insert_int8_linear, reason_against_operands
 from qframework.backend.report import LayerReport
@@ -138,8 +138,8 @@ def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
         return None
     if is_written_by_int8_linear(call.input):
         writer = "another INT8 layer writes its input"
-    elif is_long_activation(call.input):
-        writer = f"its input is an activation with rows of {traced_size(x.shape[-1])} values"
+    elif is_computed_twice(call.input):
+        writer = f"its input has long rows of {traced_size(x.shape[-1])} values"
     else:
         return None
     pays = f"that pays from {FEWEST_OUTPUTS} outputs on, and this layer has {outputs}"

@@ -3,15 +3,15 @@
 From::
 
     int8_linear, or a parameter -> dynamic_quantize          decomposed; Inductor reads long rows twice
-    activation of long rows -> dynamic_quantize              and computes the activation twice
+    operations on long rows -> dynamic_quantize              and computes the operations twice
 
 To, on a GPU::
 
     int8_linear, or a parameter -> dynamic_quantize.alone    a row of up to 8,192 values is read once
-    activation -> dynamic_quantize.alone                     and the activation is written in between
+    operations -> dynamic_quantize.alone                     and their result is written in between
 
-The result of an opaque operator, or what comes from memory, has nothing to fuse with. A long row of an activation does,
-but is not kept between the maximum for its scale and its integers.
+The result of an opaque operator, or what comes from memory, has nothing to fuse with. A long row that Inductor computes
+has, but is not kept between the maximum for its scale and its integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from qframework.backend.lowering import Lowering
-from qframework.graph.nodes import activation_name, argument, fake_value, operation
+from qframework.graph.nodes import argument, fake_value, operation
 from qframework.graph.shapes import traced_size
 
 _ours = torch.ops.qframework
@@ -30,15 +30,19 @@ _ours = torch.ops.qframework
 MANY_ROWS = 4096
 """With few rows, the second launch takes longer than that saves."""
 
-PAYS = {"gelu": (1024, math.inf), "gelu_tanh": (1024, math.inf), "silu": (1024, 4096)}
-"""Values in a row above and up to which two kernels are faster, by activation, also of gated ones.
+_ANY_LENGTH, _UP_TO_4096, _UP_TO_2048, _NONE = (1024, math.inf), (1024, 4096), (1024, 2048), (math.inf, 0.0)
+PAYS = {"gelu": _ANY_LENGTH, "silu": _UP_TO_4096, "sigmoid": _UP_TO_4096, "tanh": _UP_TO_4096}
+"""Values in a row above and up to which two kernels are faster than one, by the operation that takes longest.
 
-Inductor keeps a row of 1,024 values. Measured on an H100 (``other/2026-11-27-h100-long-rows.json``): of 12,544 rows of
-1,280 values, GELU takes 105 us in one kernel and 62 in two, SiLU 80 and 46; of 8,192 rows of 8,192 values 232 and 192,
-150 and 174. ReLU and norms are faster in one kernel, or as fast."""
+Inductor keeps a row of 1,024 values. Measured on an H100 (``other/2026-11-27-h100-long-rows.json`` and ``-chains``): of
+12,544 rows of 1,280 values, GELU takes 105 us in one kernel and 62 in two, SiLU 80 and 46, three additions and products
+79 and 45; of 8,192 rows of 8,192 values GELU 232 and 192, SiLU 150 and 174. ReLU, one or two additions and products,
+and norms are faster in one kernel, or as fast."""
 
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "clone", "to"}
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "instance_norm"}
+_COUNTED = {"add": 1, "sub": 1, "mul": 1, "div": 1, "addcmul": 2, "addcdiv": 2, "lerp": 2}
+_MANY_OPERATIONS = 3
 
 
 def keep_dynamic_quantize(lowering: Lowering) -> None:
@@ -58,23 +62,45 @@ def is_written_by_int8_linear(x: Node) -> bool:
     return x.target is _ours.int8_linear.default
 
 
-def is_long_activation(x: Node) -> bool:
-    """Whether ``x`` has many rows, and is an activation that is faster computed once, viewed and gated in any way."""
+def is_computed_twice(x: Node) -> bool:
+    """Whether Inductor would compute ``x``, viewed in any way, once for the scale and again, which takes longer.
+
+    So it is with many long rows. A norm computes the statistics of its rows in the same kernel, and is as fast.
+    """
     fake = fake_value(x)
     if fake is None or fake.ndim == 0 or not has_many_rows(fake.shape):
         return False
-    row, node = traced_size(fake.shape[-1]), _behind_views(x)
-    factors = [y for y in node.args if isinstance(y, Node)] if operation(node) == "mul" else [node]
-    return any(least < row <= most for least, most in map(_pays, factors))
+    least, most = _pays(_chain(x, fake.numel()))
+    return least < traced_size(fake.shape[-1]) <= most
 
 
-def _pays(x: Node) -> tuple[float, float]:
-    """The lengths of rows between which ``x`` is faster computed once; none for what a norm's kernel computes."""
-    node = _behind_views(x)
-    operand = argument(node, 0, "input")
-    if not isinstance(operand, Node) or operation(_behind_views(operand)) in _NORMS:
-        return math.inf, 0.0
-    return PAYS.get(activation_name(node) or "", (math.inf, 0.0))
+def _pays(chain: list[Node]) -> tuple[float, float]:
+    """The lengths of rows between which two kernels are faster for these operations."""
+    names = [operation(node) or "" for node in chain]
+    lengths = [PAYS[name] for name in names if name in PAYS]
+    if sum(_COUNTED.get(name, 0) for name in names) >= _MANY_OPERATIONS:
+        lengths.append(_UP_TO_2048)
+    return max(lengths, key=lambda length: length[1], default=_NONE)
+
+
+def _chain(x: Node, size: int) -> list[Node]:
+    """The operations by elements that compute ``x`` from tensors of its size; none if they use statistics of rows."""
+    found: list[Node] = []
+    waiting = [_behind_views(x)]
+    while waiting:
+        node = waiting.pop()
+        if node in found or operation(node) not in (*PAYS, *_COUNTED):
+            if operation(node) in _NORMS:
+                return []
+            continue
+        found.append(node)
+        for operand in node.all_input_nodes:
+            fake = fake_value(operand)
+            if fake is not None and fake.ndim > 0 and fake.shape[-1] == 1:
+                return []
+            if fake is not None and fake.numel() == size:
+                waiting.append(_behind_views(operand))
+    return found
 
 
 def has_many_rows(shape: torch.Size) -> bool:
@@ -86,7 +112,7 @@ def _not_fused(x: object) -> bool:
     fake = fake_value(x) if isinstance(x, Node) else None
     if not isinstance(x, Node) or fake is None or fake.device.type != "cuda":
         return False
-    return x.op in ("placeholder", "get_attr") or is_written_by_int8_linear(x) or is_long_activation(x)
+    return x.op in ("placeholder", "get_attr") or is_written_by_int8_linear(x) or is_computed_twice(x)
 
 
 def _behind_views(node: Node) -> Node:

@@ -47,6 +47,8 @@ NEEDS_GRADIENTS = {
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 
+_FEW_TOKENS = 32
+
 # nn.TransformerEncoderLayer in inference is one node, which contains its attention.
 _FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 _FUSED = "PyTorch's fused layer contains it. torch.backends.mha.set_fastpath_enabled(False) separates it"
@@ -156,19 +158,30 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
 
 
 def _reason_of_shape(call: AttentionCall) -> str | None:
-    """Why products around a softmax stay as they are: fewer keys than channels, as where channels attend to channels.
+    """Why products around a softmax stay as they are: few tokens, or fewer keys than channels.
 
-    The logits are then smaller than the operands, so that a fused kernel, which only avoids writing and reading them,
-    saves little, and rows of more than 128 channels, or of a number that is no multiple of 8, do not suit it. In FP16
-    on an H100, XCiT (48 keys of 196 channels) took 12.3 ms with the fused kernel and 8.2 without, DaViT 11.8 and 11.0.
+    Where channels attend to channels, the logits are smaller than the operands, so that a fused kernel, which only
+    avoids writing and reading them, saves little, and rows of more than 128 channels, or of a number that is no
+    multiple of 8, do not suit it. In FP16 on an H100, XCiT (48 keys of 196 channels) took 12.3 ms with the fused kernel
+    and 8.2 without, DaViT 11.8 and 11.0. Each head of few tokens is a program of its own, most of it padding: with 10
+    channels, as in TNT, 16 tokens took 190 us and 66 without, 32 tokens 101 and 88, 49 tokens 64 and 254
+    (``other/2026-11-27-h100-short-attention.json``).
     """
-    keys, channels = traced_size(call.shape[-1]), traced_size(_fake_of(call.query).shape[-1])
+    queries, keys = map(traced_size, call.shape[-2:])
+    channels = traced_size(_fake_of(call.query).shape[-1])
     fused = operation(call.end) == "scaled_dot_product_attention"
-    if fused or keys >= channels or (channels <= 128 and channels % 8 == 0):
+    if fused or (channels <= 128 and channels % 8 == 0):
+        return None
+    if keys < channels:
+        return (
+            f"it has {keys} keys of {channels} channels: its logits are smaller than its operands, and a fused kernel "
+            "would be slower. Use 'sage' or the name of a variant to quantize it"
+        )
+    if not 0 < max(queries, keys) <= _FEW_TOKENS:
         return None
     return (
-        f"it has {keys} keys of {channels} channels: its logits are smaller than its operands, and a fused kernel "
-        "would be slower. Use 'sage' or the name of a variant to quantize it"
+        f"it has {queries} queries and {keys} keys, and up to {_FEW_TOKENS} a fused kernel would be slower. Use 'sage' "
+        "or the name of a variant to quantize it"
     )
 
 

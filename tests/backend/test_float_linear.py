@@ -364,7 +364,7 @@ class TestQuantizationAlone:
         found = self.lowered(monkeypatch, MixedChannels())
         assert found["fc1"].lowered
         assert not found["fc2"].lowered
-        assert "an activation with rows of 64 values, which a kernel of its own" in found["fc2"].reason
+        assert "its input has long rows of 64 values, which a kernel of its own" in found["fc2"].reason
 
     @pytest.mark.parametrize(
         ("model", "named"),

@@ -76,15 +76,36 @@ def test_what_an_activation_costs_decides(activation, row, expected, gated):
     x, y = activated(activation, row)
     if gated:
         y = like(y, y.graph.call_function(operator.mul, (x, y)))
-    assert keep_quantize.is_long_activation(y) is expected
+    assert keep_quantize.is_computed_twice(y) is expected
 
 
 def test_a_norm_and_its_activation_are_one_kernel():
     x, y = activated(F.gelu, 2048)
-    assert keep_quantize.is_long_activation(y)
+    assert keep_quantize.is_computed_twice(y)
     with y.graph.inserting_before(y):
-        y.args = (y.graph.call_function(F.layer_norm, (x, (2048,))),)
-    assert not keep_quantize.is_long_activation(y)
+        y.args = (like(x, y.graph.call_function(F.layer_norm, (x, (2048,)))),)
+    assert not keep_quantize.is_computed_twice(y)
+
+
+@pytest.mark.parametrize(("row", "expected"), [(1024, False), (2048, True), (4096, False)])
+def test_many_operations_are_computed_once(row, expected):
+    """As in ConvNeXt V2, which normalizes the responses of an image and adds them."""
+    x, y = activated(F.relu, row)
+    weight = y.graph.placeholder("weight")
+    weight.meta["val"] = torch.empty(row, device="meta")
+    scaled = like(y, y.graph.call_function(operator.mul, (y, weight)))
+    assert not keep_quantize.is_computed_twice(like(y, y.graph.call_function(operator.add, (scaled, x))))
+    shifted = like(y, y.graph.call_function(torch.addcmul, (weight, weight, scaled)))
+    assert keep_quantize.is_computed_twice(like(y, y.graph.call_function(operator.add, (shifted, y)))) is expected
+
+
+def test_a_norm_that_is_written_out_stays_in_one_kernel():
+    _, y = activated(F.relu, 2048)
+    mean = y.graph.call_method("mean", (y, -1, True))
+    mean.meta["val"] = torch.empty(8192, 1, device="meta")
+    for _ in range(3):
+        y = like(y, y.graph.call_function(operator.mul, (y, mean)))
+    assert not keep_quantize.is_computed_twice(y)
 
 
 def activated(activation, row: int) -> tuple[fx.Node, fx.Node]:

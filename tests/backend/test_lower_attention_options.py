@@ -149,7 +149,18 @@ class TestWherePyTorchIsFaster:
         assert report.reason.startswith(f"it has {shape[2]} keys of {shape[3]} channels")
         assert self.run(spelled_out, "sage", shape=shape).calls
 
-    @pytest.mark.parametrize("shape", [(1, 2, 49, 64), (1, 2, 200, 196), (1, 2, 50, 49)])
+    def test_auto_leaves_few_tokens_of_odd_heads(self):
+        """As in TNT, whose inner sequences have 16 tokens and heads of 10 channels."""
+        capture = self.run(spelled_out, "auto", shape=(1, 2, 16, 10))
+        assert not capture.calls
+        (report,) = capture.attention
+        assert (report.lowered, report.fallback) == (False, False)
+        assert report.reason.startswith("it has 16 queries and 16 keys")
+        assert self.run(spelled_out, "sage", shape=(1, 2, 16, 10)).calls
+
+    @pytest.mark.parametrize(
+        "shape", [(1, 2, 49, 64), (1, 2, 200, 196), (1, 2, 50, 49), (1, 2, 16, 16), (1, 2, 33, 10)]
+    )
     def test_auto_takes_other_products_around_a_softmax(self, shape):
         assert self.run(spelled_out, "auto", shape=shape).calls
 

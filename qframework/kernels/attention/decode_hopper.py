@@ -6,7 +6,7 @@ The kernel is decode_hopper_kernel.py; decode.py adds the shares of its programs
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ _MASKED_QUERIES = 16  # of which each key has a bit
 
 if HAS_GLUON:
     from qframework.kernels.attention.decode_hopper_kernel import kernel
-    from qframework.kernels.runtime.gluon import TensorDescriptor
 
 
 class RowsPlan(NamedTuple):
@@ -164,8 +163,8 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> 
         split=plan.splits > 1,
     )
     launch(kernel, (cdiv(x.rows, ROWS * plan.warpgroups), plan.splits, batch * kv))(
-        _describe(x.key, plan.block_n, block_d),
-        _describe(x.value, plan.block_n, block_dv),
+        hopper.describe(x.key, plan.block_n, block_d),
+        hopper.describe(x.value, plan.block_n, block_dv),
         x.query,
         x.scales,
         x.scales if x.lengths is None else x.lengths,
@@ -188,9 +187,3 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> 
         num_warps=4 * plan.warpgroups,
         maxnreg=_REGISTERS,
     )
-
-
-def _describe(x: Tensor, rows: int, channels: int) -> Any:
-    """Gluon's descriptor of heads ``(B, Hkv, capacity, D)``, for blocks of ``rows`` tokens of a head."""
-    block = [1, 1, rows, channels]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, hopper.layout(rows, channels, x.dtype))

@@ -170,12 +170,13 @@ def has_lse(variant: AttentionVariant, bias: Bias) -> bool:
 
 
 def addressable(x: Tensor) -> bool:
-    """Whether TMA can address the heads: 16-byte strides and a 16-byte start."""
-    strides = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+    """Whether TMA can address the heads: 16-byte strides, but for dimensions of 1, and a 16-byte start."""
+    stepped = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    strides = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in stepped)
     return strides and x.stride(3) == 1 and x.data_ptr() % 16 == 0
 
 
-def _describe(x: Tensor, rows: int, channels: int) -> Any:
+def describe(x: Tensor, rows: int, channels: int) -> Any:
     """Gluon's descriptor of heads ``(B, H, N, channels)`` or, packed, ``(total, H, channels)``, for ``rows`` tokens."""
     if x.ndim == 3:
         return ragged(x, rows, channels, layout(rows, channels, x.dtype, 5))
@@ -294,7 +295,7 @@ def attention_hopper(
     launch(kernel, (min(items, chip_of(v.device)[1]),))(
         *queries,
         *slices_of(qk.k, form.block_n, form.block_d, form.rest_d),
-        *([_describe(v, form.block_dv, form.block_n)] * 2 if fp8 else slices_of(v, form.block_n, *form[2:4])),
+        *([describe(v, form.block_dv, form.block_n)] * 2 if fp8 else slices_of(v, form.block_n, *form[2:4])),
         *slices_of(out, ROWS, form.block_dv, form.rest_dv),
         bias_desc,
         q_scale,
@@ -324,8 +325,8 @@ def attention_hopper(
 
 def slices_of(x: Tensor, rows: int, first: int, rest: int) -> tuple[Any, Any]:
     """Descriptors of both slices of channels."""
-    desc = _describe(x, rows, first)
-    return desc, _describe(x, rows, rest) if rest else desc
+    desc = describe(x, rows, first)
+    return desc, describe(x, rows, rest) if rest else desc
 
 
 class _ReadBias(NamedTuple):
@@ -355,7 +356,7 @@ class _ReadBias(NamedTuple):
         """Of what TMA reads, or None."""
         if self.tiled is None:
             return None
-        return _describe(self.tiled, ROWS, form.block_n if self.added.kind == "tile" else form.columns)
+        return describe(self.tiled, ROWS, form.block_n if self.added.kind == "tile" else form.columns)
 
     def in_flight(self, batch: int, heads: int, heads_at_once: int, cached: int) -> tuple[int, int]:
         """(heads at once, batches at once), so that a bias that broadcasts is read from memory about once."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,6 @@ if HAS_GLUON:
     from qframework.kernels.attention.hopper_resident_kernel import kernel as resident
     from qframework.kernels.attention.hopper_stream_kernel import kernel as streaming
     from qframework.kernels.attention.hopper_window_kernel import kernel as windowed
-    from qframework.kernels.runtime.gluon import TensorDescriptor
 
 
 class DenseScales(NamedTuple):
@@ -333,10 +332,10 @@ def _launch_windows(
     form = _form(q, k, v, out, how, bias)
     sizes = (form.first, form.second or form.first)
     launch(windowed, (how.parts,))(
-        _describe(q, ROWS, form.block_d),
-        *(_describe(k, n, form.block_d) for n in sizes),
-        *(_describe(v, n, form.block_dv) for n in sizes),
-        _describe(out, ROWS, form.block_dv),
+        hopper.describe(q, ROWS, form.block_d),
+        *(hopper.describe(k, n, form.block_d) for n in sizes),
+        *(hopper.describe(v, n, form.block_dv) for n in sizes),
+        hopper.describe(out, ROWS, form.block_dv),
         *bias.arguments,
         logit_scale,
         heads,
@@ -367,8 +366,8 @@ def _launch_resident(
     rows, sizes = ROWS * how.warpgroups, (form.first, form.second or form.first, BLOCK_N)
     descs = []
     for d, dv in ((form.block_d, form.block_dv), (form.rest_d or form.block_d, form.rest_dv or form.block_dv)):
-        descs += [_describe(q, rows, d), *(_describe(k, n, d) for n in sizes)]
-        descs += [*(_describe(v, n, dv) for n in sizes), _describe(out, rows, dv)]
+        descs += [hopper.describe(q, rows, d), *(hopper.describe(k, n, d) for n in sizes)]
+        descs += [*(hopper.describe(v, n, dv) for n in sizes), hopper.describe(out, rows, dv)]
     launch(resident, (how.parts * heads * batch,))(
         *descs,
         v,
@@ -453,10 +452,10 @@ def _launch_streaming(
     )
     mask = (None,) * 6 if blocks is None else (blocks.bits, blocks.order, blocks.counts, *blocks.order.shape[:3])
     launch(streaming, (how.parts,))(
-        _describe(q, ROWS, form.block_d),
-        _describe(k, form.block_n, form.block_d),
-        _describe(v, form.block_n, form.block_dv),
-        _describe(out, ROWS, form.block_dv),
+        hopper.describe(q, ROWS, form.block_d),
+        hopper.describe(k, form.block_n, form.block_d),
+        hopper.describe(v, form.block_n, form.block_dv),
+        hopper.describe(out, ROWS, form.block_dv),
         *scales,
         lse,
         logit_scale,
@@ -514,9 +513,3 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, bias: DenseBias = NO_BIAS, causal: 
         period = 1 if bias.sizes == (1, 1) else heads * bias.masks
         return plan_windows(batch * heads, queries, keys, widest, processors, bias.itemsize, period)
     return plan(batch * heads, queries, keys, widest, int8, processors, causal, bias.itemsize, bias.columns)
-
-
-def _describe(x: Tensor, rows: int, channels: int) -> Any:
-    """Gluon's descriptor of heads ``(B, H, N, D)``, for blocks of ``rows`` tokens of a head."""
-    block = [1, 1, rows, channels]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, hopper.layout(rows, channels, x.dtype))
