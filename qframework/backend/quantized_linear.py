@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import ScaleConstants, erase_unused
@@ -25,6 +26,8 @@ from qframework.graph.nodes import (
 from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX
+
+_CONTIGUOUS = "qframework_may_be_contiguous"  # in a node's meta
 
 _decomposed = torch.ops.quantized_decomposed
 _ours = torch.ops.qframework
@@ -179,7 +182,7 @@ def find_epilogue(linear: Node) -> Epilogue:
         if epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
             epilogue.end, epilogue.activation = user, name
         elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
-            if _made_contiguous(user) is None:
+            if not _may_be_contiguous(user):
                 break
             epilogue.end, epilogue.residual = user, residual
             reads.append(residual)
@@ -189,6 +192,17 @@ def find_epilogue(linear: Node) -> Epilogue:
         else:
             break
     return epilogue
+
+
+def _may_be_contiguous(node: Node) -> bool:
+    """Whether nothing depends on the strides of a sum; found once for all sums of a residual stream behind it."""
+    if _CONTIGUOUS not in node.meta:
+        moved = _made_contiguous(node)
+        node.meta[_CONTIGUOUS] = moved is not None
+        for reader, value in (moved or {}).items():
+            if isinstance(value, Tensor) and value.is_contiguous():
+                reader.meta[_CONTIGUOUS] = True
+    return bool(node.meta[_CONTIGUOUS])
 
 
 def _made_contiguous(node: Node) -> dict[Node, Any] | None:
