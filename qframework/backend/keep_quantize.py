@@ -70,7 +70,7 @@ def is_computed_twice(x: Node) -> bool:
     fake = fake_value(x)
     if fake is None or fake.ndim == 0 or not has_many_rows(fake.shape):
         return False
-    least, most = _pays(_chain(x, fake.numel()))
+    least, most = _pays(_chain(x, _elements(fake.shape)))
     return least < traced_size(fake.shape[-1]) <= most
 
 
@@ -96,16 +96,21 @@ def _chain(x: Node, size: int) -> list[Node]:
         found.append(node)
         for operand in node.all_input_nodes:
             fake = fake_value(operand)
-            if fake is not None and fake.ndim > 0 and fake.shape[-1] == 1:
+            if fake is not None and fake.ndim > 0 and traced_size(fake.shape[-1]) == 1:
                 return []
-            if fake is not None and fake.numel() == size:
+            if fake is not None and _elements(fake.shape) == size:
                 waiting.append(_behind_views(operand))
     return found
 
 
 def has_many_rows(shape: torch.Size) -> bool:
     """Whether a tensor is known to have so many rows that kernels, not launches, decide."""
-    return math.prod(map(traced_size, shape[:-1])) >= MANY_ROWS  # unknown sizes count as 0
+    return _elements(shape[:-1]) >= MANY_ROWS
+
+
+def _elements(shape: torch.Size) -> int:
+    """How many elements a tensor had when it was traced; 0 if a size is unknown."""
+    return math.prod(map(traced_size, shape))
 
 
 def _not_fused(x: object) -> bool:
