@@ -120,7 +120,7 @@ def build(family: Family, batch: int, device: str, smoke: bool) -> tuple[nn.Modu
     """The float32 model, its inputs on the device, and the reference of the first ``COMPARED`` on the CPU."""
     torch.manual_seed(SEED)
     with torch.device(device):
-        model = family.build(smoke).eval().requires_grad_(False)
+        model = family.build(smoke).to(device).eval().requires_grad_(False)  # some parameters ignore the context
     inputs = tuple(x.to(device) for x in family.inputs(model, batch, smoke))
     with torch.inference_mode(), allow_tf32(False):
         # one at a time, since the batch in float32 may take more memory than all providers
