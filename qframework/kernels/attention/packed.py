@@ -136,6 +136,6 @@ def ragged(x: Tensor, rows: int, channels: int, layout: Any) -> Any:
     outside. A third dimension has coordinate EDGE and the stride 2^34 elements less a token, so that the sum of the
     addresses is right modulo 2^64.
     """
-    token, head = x.stride(0), x.stride(1)
+    token, head = x.stride(0), x.stride(1) if x.shape[1] > 1 else 16  # one head may have any stride, TMA needs one
     shape = [_MOST, _MOST, x.shape[1], EDGE, x.shape[2]]
     return TensorDescriptor(x, shape, [_TURN - token, token, head, token, 1], [1, 1, 1, rows, channels], layout)
