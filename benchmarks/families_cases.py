@@ -168,28 +168,24 @@ class Speech(nn.Module):
         return states
 
 
-class Pixels(nn.Module):
+class Features(nn.Module):
+    """The last state of a model that takes one tensor of floats."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = self.model(x).last_hidden_state
+        return states
+
+
+class Pixels(Features):
     """Images to a map of vectors: ``(B, 3, H, W)`` to ``(B, C, H', W')``."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
-    def forward(self, images: Tensor) -> Tensor:
-        states: Tensor = self.model(images).last_hidden_state
-        return states
-
-
-class Waveform(nn.Module):
+class Waveform(Features):
     """Samples of sound to vectors: ``(B, samples)`` to ``(B, frames, C)``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, samples: Tensor) -> Tensor:
-        states: Tensor = self.model(samples).last_hidden_state
-        return states
 
 
 def _transformers(

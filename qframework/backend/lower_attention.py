@@ -47,7 +47,7 @@ NEEDS_GRADIENTS = {
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 
-_FEW_TOKENS = 32
+_FEW_TOKENS = 32  # queries and keys up to which products and a softmax of odd heads were faster than a fused kernel
 
 # nn.TransformerEncoderLayer in inference is one node, which contains its attention.
 _FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}

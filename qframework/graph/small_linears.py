@@ -22,7 +22,8 @@ from qframework.graph.shapes import traced_size
 from qframework.kernels.runtime.chip import capability_of
 
 MANY_ROWS, FEWEST_PRODUCTS = 4096, 1024
-ON_HOPPER, ON_HOPPER_SLOWER = 4096, 10_000
+ON_HOPPER = 4096  # the fewest products there,
+ON_HOPPER_SLOWER = 10_000  # with scales per token, or rows of INT8 that are no multiple of 32 bytes
 
 
 def why_too_small(x: Node, weight: Node, dynamic: bool) -> str | None:
