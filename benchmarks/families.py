@@ -65,7 +65,6 @@ class Measurement:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.ready: tuple[Forward, Inputs, Record] | None = None
-        self.of_gpu: dict[str, float | None] | None = None  # its memory and the time of its kernels
 
     def __call__(self, phase: Phase) -> Iterator[Record]:
         if phase == "check":
@@ -102,10 +101,11 @@ class Measurement:
         with inference(PROVIDERS[self.plan.provider]):
             rep_ms, min_runs = (SMOKE_REP_MS, 2) if self.plan.smoke else (REP_MS, MIN_RUNS)
             timing = time_provider(fn, self.plan.device, rep_ms=rep_ms, min_runs=min_runs)
-            if self.of_gpu is None:  # the same in every round
-                self.of_gpu = {"peak_mb": peak_mb(fn, self.plan.device), "kernels_ms": self.profiled(fn)}
+            if checked.peak_mb is None:  # memory and kernels are the same in every round
+                checked = replace(checked, peak_mb=peak_mb(fn, self.plan.device), kernels_ms=self.profiled(fn))
+                self.ready = forward, inputs, checked
         per_second = self.plan.batch / timing.median_s
-        return replace(checked, **timing.fields(), images_per_second=per_second, **self.of_gpu)
+        return replace(checked, **timing.fields(), images_per_second=per_second)
 
     def profiled(self, fn: Callable[[], Tensor]) -> float | None:
         """Milliseconds of a call's GPU kernels; None without a GPU."""

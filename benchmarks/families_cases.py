@@ -212,8 +212,8 @@ def _build_transformers(
     if smoke:
         known = make().to_dict()
         tokens = {name: 0 for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
-        given = known | sizes
-        sizes = tokens | sizes | {name: x for name, x in _SMALL.items() if type(given.get(name)) is type(x)}
+        given = {**known, **sizes}
+        sizes = {**tokens, **sizes} | {name: x for name, x in _SMALL.items() if type(given.get(name)) is type(x)}
     return wrapper(spread(getattr(transformers, model)(make(**sizes))))
 
 

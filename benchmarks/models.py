@@ -94,7 +94,7 @@ def _quantize_pt2e(model: nn.Module, inputs: Inputs, quantizer: Any, strict: boo
 def require_quantized(converted: Any) -> None:
     """Raise WrongResultError unless the weight of every linear of a converted graph, but small ones, is dequantized."""
     linears = [node for node in converted.graph.nodes if node.target is torch.ops.aten.linear.default]
-    linears = [node for node in linears if why_too_small(*node.args[:2], dynamic=True) is None]
+    linears = [node for node in linears if why_too_small(node.args[0], node.args[1], dynamic=True) is None]
     floats = [node.name for node in linears if "dequantize" not in str(node.args[1].target)]
     if floats or not linears:
         raise WrongResultError(
