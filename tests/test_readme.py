@@ -95,6 +95,49 @@ def test_the_first_screen_has_the_stored_figures() -> None:
         assert f"| {shown} |" in readme
 
 
+ARCHITECTURES = {
+    "SAM-B's image encoder, 4 images": "samvit_base_patch16",
+    "SAM-L's and SAM-H's, 4 images": "samvit_large_patch16 samvit_huge_patch16",
+    "Swin-B, 128 images": "swin_base_patch4_window7_224",
+    "BERT-large, 32 padded sequences": "bert_large",
+    "Llama 1B, prefill of 4 prompts of 2,048 tokens": "llama_1b",
+    "GPT-2, 8 prompts of 1,024 tokens": "gpt2",
+    "SwinV2-B, 64 images": "swinv2_base_window8_256",
+    "ViT-S/16, 256 images": "vit_small_patch16_224",
+    "Hiera-B, 128 images": "hiera_base_224",
+    "ConvNeXt-B, 128 images": "convnext_base",
+    "MViTv2-B, 64 images": "mvitv2_base",
+    "SAM 2's encoder, base plus, 4 images": "sam2_hiera_base_plus",
+    "ConvNeXt V2-B, 64 images": "convnextv2_base",
+    "TNT-B, 64 images": "tnt_b_patch16_224",
+    "PVT v2-B3, SegFormer-B3 and PiT-B": "pvt_v2_b3 segformer_b3 pit_b_224",
+}
+
+
+def test_rows_of_architectures_are_of_the_newest_runs() -> None:
+    """Static and dynamic, as docs/families.md has them, and the geometric means."""
+    from benchmarks import report_families
+    from benchmarks.families_cases import FAMILIES
+    from benchmarks.report import RESULTS, load_runs
+    from benchmarks.tables import number
+
+    (device,) = report_families.devices(load_runs(RESULTS / report_families.FOLDER))
+    cases = {case["fp16"].record.model: case for case in device.cases if case["fp16"].record.batch != 1}
+    readme = (ROOT / "README.md").read_text()
+    for label, names in ARCHITECTURES.items():
+        chosen = [cases[name] for name in names.split()]
+        cells = [
+            ", ".join(f"{round(report_families.relative(case, mode), 2):g}" for case in chosen)
+            for mode in ("static", "dynamic")
+        ]
+        (row,) = (line for line in readme.splitlines() if line.startswith(f"| {label}, H100"))
+        assert f"| {cells[0]} | {cells[1]} |" in row, label
+    many = [case for name, case in cases.items() if FAMILIES[name].kind != report_families.DECODING]
+    means = {mode: number(report_families._mean(many, mode)) for mode in report_families.OURS}
+    (row,) = (line for line in readme.splitlines() if line.startswith(f"| {len(many)} architectures"))
+    assert f"without INT8 linears, {means['float']} | {means['static']} | {means['dynamic']} |" in row
+
+
 @pytest.mark.parametrize("command", commands("qframework"))
 def test_commands_parse(command: str) -> None:
     """The subcommand exists and accepts the options and arguments shown; nothing is executed."""
