@@ -1,0 +1,110 @@
+"""Norms over the last dimension: calls of layer_norm and rms_norm, and RMSNorms that are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from qframework.graph.attention_patterns import CASTS
+from qframework.graph.nodes import argument, fake_value, operation
+
+
+class NormCall(NamedTuple):
+    """``(input - mean) / sqrt(variance + eps) * weight + bias``; without ``center`` the mean is not subtracted."""
+
+    input: Node
+    weight: Node | None
+    bias: Node | None
+    eps: float
+    center: bool
+
+    @property
+    def input_nodes(self) -> list[Node]:
+        """The nodes among the operands."""
+        return [each for each in (self.input, self.weight, self.bias) if each is not None]
+
+
+def norm_call(node: Node) -> NormCall | None:
+    """The norm whose result a node is, as far as rounding in between makes no difference; None for other nodes."""
+    name = operation(node)
+    if name not in ("layer_norm", "rms_norm"):
+        return _written_out(node)
+    x, shape = argument(node, 0, "input"), argument(node, 1, "normalized_shape")
+    fake = fake_value(x) if isinstance(x, Node) else None
+    if fake is None or list(shape if isinstance(shape, (list, tuple)) else [shape]) != [fake.shape[-1]]:
+        return None
+    weight = argument(node, 2, "weight")
+    if name == "layer_norm":
+        return NormCall(x, weight, argument(node, 3, "bias"), argument(node, 4, "eps", default=1e-5), True)
+    eps = argument(node, 3, "eps")
+    return NormCall(x, weight, None, torch.finfo(fake.dtype).eps if eps is None else eps, False)
+
+
+def _written_out(node: Node) -> NormCall | None:
+    """``x * rsqrt(mean(x ** 2) + eps)``, multiplied by a weight or not, with casts, as transformers has it."""
+    for weight, normalized in [(None, node), *_factors(_behind(node))]:
+        if weight is not None and not _is_vector(weight):
+            continue
+        for x, root in _factors(_behind(normalized)):
+            eps = _eps_of(_behind(root), x)
+            if eps is not None:
+                return NormCall(_behind_widening(x), weight, None, eps, False)
+    return None
+
+
+def _factors(node: Node) -> Iterator[tuple[Node, Node]]:
+    """The two factors of a product of tensors, in both orders."""
+    first, second = argument(node, 0, "input"), argument(node, 1, "other")
+    if operation(node) == "mul" and isinstance(first, Node) and isinstance(second, Node):
+        yield first, second
+        yield second, first
+
+
+def _eps_of(root: Node, x: Node) -> float | None:
+    """The eps of ``rsqrt(mean(x ** 2) + eps)``; None for any other node."""
+    total = root.args[0] if operation(root) == "rsqrt" else None
+    if not isinstance(total, Node) or operation(total) != "add":
+        return None
+    mean, eps = argument(total, 0, "input"), argument(total, 1, "other")
+    if not (isinstance(mean, Node) and isinstance(eps, float)) or operation(mean) != "mean":
+        return None
+    dims, keeps = argument(mean, 1, "dim"), argument(mean, 2, "keepdim", default=False)
+    squares = argument(mean, 0, "input")
+    if list(dims if isinstance(dims, (list, tuple)) else [dims]) != [-1] or not keeps:
+        return None
+    return eps if _square_root(squares) is _behind_widening(x) else None
+
+
+def _square_root(squares: Any) -> Node | None:
+    """``x`` of ``x ** 2``, ``x.square()`` or ``x * x``, behind casts; None for any other node."""
+    if not isinstance(squares, Node):
+        return None
+    name, (x, *rest) = operation(squares), (*squares.args, None)
+    squared = name == "square" or (name == "pow" and rest[0] == 2) or (name == "mul" and rest[0] is x)
+    return _behind_widening(x) if squared and isinstance(x, Node) else None
+
+
+def _is_vector(node: Node) -> bool:
+    fake = fake_value(node)
+    return fake is not None and fake.ndim == 1
+
+
+def _behind(node: Node) -> Node:
+    while operation(node) in CASTS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _behind_widening(node: Node) -> Node:
+    """What a node casts to a dtype that holds its values, as float32 holds those of float16."""
+    while operation(node) in CASTS and isinstance(node.args[0], Node):
+        before, after = fake_value(node.args[0]), fake_value(node)
+        if before is None or after is None or before.device != after.device:
+            break
+        if torch.promote_types(before.dtype, after.dtype) != after.dtype:
+            break
+        node = node.args[0]
+    return node

@@ -1,0 +1,258 @@
+"""LayerNorm or RMSNorm and the quantization of its result to symmetric INT8, in one pass over each row.
+
+Formula for a row of C values; RMSNorm subtracts no mean, and weight and bias are optional::
+
+    c = x - mean(x)        y = c / sqrt(mean(c ** 2) + eps) * weight + bias
+    q = clamp(round_half_even(y * (1 / scale)), -127, 127)        scale given, or max|y| / 127 of the row
+
+All of it is float32. Layout: ``x (..., C)`` is treated as rows of C values, each of which a program keeps in registers.
+Reference: ``norm_quantize_ref`` and ``norm_dynamic_quantize_ref``. In a compiled model Inductor computes a norm and the
+quantization behind it in one kernel as well, in up to 2.5 times the time that its bytes take.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework import numerics
+from qframework.errors import QFrameworkError
+from qframework.kernels.runtime.checks import (
+    check_dtype,
+    check_float_input,
+    check_positive_scale,
+    check_same_device,
+    check_shape,
+    rows_of,
+)
+from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
+from qframework.kernels.runtime.operator import declare
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.rounding import integers, round_to_int8
+from qframework.kernels.runtime.triton import tl, triton
+from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
+
+MAX_CHANNELS = 8192
+"""Longer rows do not fit into the registers of a program."""
+_VALUES_OF_WARP = 2048  # 64 in each thread
+
+
+class NormDynamicQuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::norm_dynamic_quantize``; ``center`` for LayerNorm."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    center: bool
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """Uninitialized int8 values and scale, contiguous."""
+        x = self.x
+        return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for dtype, shape or device."""
+        _check_norm("norm_dynamic_quantize", self)
+
+
+class NormQuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::norm_quantize``; ``center`` for LayerNorm, ``scale`` fp32 of one element."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    center: bool
+    scale: Tensor
+
+    def empty_result(self) -> Tensor:
+        """Uninitialized int8 values, contiguous."""
+        return self.x.new_empty(self.x.shape, dtype=torch.int8)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for dtype, shape or device; the implementations check the scale's value."""
+        _check_norm("norm_quantize", self)
+        check_same_device("norm_quantize", self.x, scale=self.scale)
+        check_dtype("norm_quantize", "scale", self.scale, (torch.float32,))
+        if self.scale.numel() != 1:
+            raise QFrameworkError(
+                f"norm_quantize: scale must have one element, got the shape {tuple(self.scale.shape)}"
+            )
+
+
+def _check_norm(operator: str, arguments: NormDynamicQuantizeArguments | NormQuantizeArguments) -> None:
+    x = arguments.x
+    check_float_input(operator, x)
+    check_same_device(operator, x, weight=arguments.weight, bias=arguments.bias)
+    if not 0 < x.shape[-1] <= MAX_CHANNELS:
+        raise QFrameworkError(f"{operator}: x must have 1 to {MAX_CHANNELS} channels, got {x.shape[-1]}")
+    for name, each in (("weight", arguments.weight), ("bias", arguments.bias)):
+        if each is not None:
+            check_dtype(operator, name, each, FLOAT_DTYPES)
+            check_shape(operator, name, each, (x.shape[-1],))
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, scale: Tensor | None = None
+) -> Tensor:
+    """``y`` in float32."""
+    y = x.float()
+    if center:
+        y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight.float()
+    return y if bias is None else y + bias.float()
+
+
+def norm_quantize_ref(x: NormQuantizeArguments) -> Tensor:
+    """Reference of ``qframework::norm_quantize``."""
+    return numerics.quantize(_normalized(*x), x.scale.reshape(())).contiguous()
+
+
+def norm_dynamic_quantize_ref(x: NormDynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
+    """Reference of ``qframework::norm_dynamic_quantize``."""
+    y = _normalized(*x)
+    scale = numerics.dynamic_scale(y, "per_token")
+    return numerics.quantize(y, scale).contiguous(), scale.contiguous()
+
+
+@triton.jit
+def _norm_quantize_kernel(
+    x_ptr,  # (M, C) float
+    weight_ptr,  # (C,) float, with HAS_WEIGHT
+    bias_ptr,  # (C,) float, with HAS_BIAS
+    q_ptr,  # (M, C) int8
+    scale_ptr,  # fp32, (M,) to write with DYNAMIC, else (1,) to read
+    M,
+    stride_xm,
+    eps,
+    C: tl.constexpr,
+    CENTER: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Normalize and quantize BLOCK_M rows. Grid (cdiv(M, BLOCK_M),)."""
+    wait_for_previous_kernel(OVERLAP)
+    c = tl.arange(0, BLOCK_C)
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (m < M)[:, None]
+    if C != BLOCK_C:
+        inside = inside & (c < C)[None, :]
+    y = tl.load(x_ptr + (m * stride_xm)[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    if CENTER:
+        y -= (tl.sum(y, 1) * (1.0 / C))[:, None]
+        if C != BLOCK_C:
+            y = tl.where((c < C)[None, :], y, 0.0)
+    y *= tl.math.rsqrt(tl.sum(y * y, 1) * (1.0 / C) + eps)[:, None]
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if DYNAMIC:
+        scale = _row_scale(y, MIN_SCALE)
+        tl.store(scale_ptr + m, scale, mask=m < M)
+        q = integers(y * (1.0 / scale)[:, None])  # nothing exceeds 127
+    else:
+        q = round_to_int8(y * (1.0 / tl.load(scale_ptr)))
+    tl.store(q_ptr + (m * C)[:, None] + c[None, :], q, mask=inside)
+
+
+@triton.jit
+def _row_scale(y, MIN_SCALE: tl.constexpr):
+    """``max|y| / 127`` of rows, NaN where there is one: of floats' bits without the sign, NaN has the largest."""
+    bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    amax = bits.to(tl.float32, bitcast=True)
+    return tl.where(amax == amax, tl.maximum(amax * (1.0 / 127.0), MIN_SCALE), amax)
+
+
+def norm_quantize_triton(x: NormQuantizeArguments) -> Tensor:
+    """``norm_quantize`` on a GPU."""
+    check_device(x.x.device)
+    q = x.empty_result()
+    if q.numel():
+        grid, arguments, constants = _call(x, q, x.scale, dynamic=False)
+        launch(_norm_quantize_kernel, grid)(*arguments, **constants)
+    return q
+
+
+def norm_dynamic_quantize_triton(x: NormDynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
+    """``norm_dynamic_quantize`` on a GPU."""
+    check_device(x.x.device)
+    q, scale = x.empty_result()
+    if q.numel():
+        grid, arguments, constants = _call(x, q, scale, dynamic=True)
+        launch(_norm_quantize_kernel, grid)(*arguments, **constants)
+    return q, scale
+
+
+def _warm_up(device: torch.device, x: NormQuantizeArguments | NormDynamicQuantizeArguments) -> Any:
+    """Compile what is launched for such arguments, which may be on "meta"; None where nothing is."""
+    if not x.x.numel():
+        return None
+    if isinstance(x, NormQuantizeArguments):
+        grid, arguments, constants = _call(x, x.empty_result(), x.scale, dynamic=False)
+    else:
+        grid, arguments, constants = _call(x, *x.empty_result(), dynamic=True)
+    return warm_up(_norm_quantize_kernel, grid)(*arguments, **constants)
+
+
+def _call(
+    x: NormQuantizeArguments | NormDynamicQuantizeArguments, q: Tensor, scale: Tensor, *, dynamic: bool
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, arguments and constants of the launch."""
+    rows = rows_of(x.x)
+    channels = rows.shape[1]
+    block_m, block_c, warps = tile(channels)
+    weight, bias = (scale if each is None else each.contiguous() for each in (x.weight, x.bias))
+    arguments = (rows, weight, bias, q, scale, rows.shape[0], rows.stride(0), x.eps)
+    constants = {
+        "C": channels,
+        "CENTER": x.center,
+        "HAS_WEIGHT": x.weight is not None,
+        "HAS_BIAS": x.bias is not None,
+        "DYNAMIC": dynamic,
+        "MIN_SCALE": MIN_SCALE,
+        "BLOCK_M": block_m,
+        "BLOCK_C": block_c,
+        "num_warps": warps,
+    }
+    return (cdiv(rows.shape[0], block_m),), arguments, constants
+
+
+def tile(channels: int) -> tuple[int, int, int]:
+    """Rows and channels of a program, and its warps: one, as long as a row fits into its registers."""
+    block_c = max(power_of_2(channels), 16)
+    return max(_VALUES_OF_WARP // block_c, 1), block_c, max(block_c // _VALUES_OF_WARP, 1)
+
+
+def _norm_quantize_cpu(x: NormQuantizeArguments) -> Tensor:
+    check_positive_scale("norm_quantize", "scale", x.scale)
+    return norm_quantize_ref(x)
+
+
+_OF_NORM = "Tensor x, Tensor? weight, Tensor? bias, float eps, bool center"
+NORM_QUANTIZE = declare(
+    f"norm_quantize({_OF_NORM}, Tensor scale) -> Tensor",
+    NormQuantizeArguments,
+    cpu=_norm_quantize_cpu,
+    cuda=norm_quantize_triton,
+    fake=NormQuantizeArguments.empty_result,
+    warm_up=_warm_up,
+)
+NORM_DYNAMIC_QUANTIZE = declare(
+    f"norm_dynamic_quantize({_OF_NORM}) -> (Tensor, Tensor)",
+    NormDynamicQuantizeArguments,
+    cpu=norm_dynamic_quantize_ref,
+    cuda=norm_dynamic_quantize_triton,
+    fake=NormDynamicQuantizeArguments.empty_result,
+    warm_up=_warm_up,
+)
