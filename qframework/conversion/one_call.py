@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
@@ -17,7 +16,8 @@ from qframework.compat.operators import OpOverload
 from qframework.conversion.exported import quantize_exported
 from qframework.conversion.in_place import fallbacks
 from qframework.conversion.quantized_model import QuantizedModel
-from qframework.errors import CalibrationError, UnsupportedError, export_error
+from qframework.errors import CalibrationError, UnsupportedError
+from qframework.graph.export_program import export_program
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
 from qframework.quantizer.quantizer import module_names
 from qframework.quantizer.rules import Config
@@ -161,8 +161,5 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) 
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> fx.GraphModule:
     """A float graph with weights of its own, since recipes change weights in place."""
-    try:
-        exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
-    except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
-        raise export_error("quantize", error, shapes, "qframework.quantize_ needs no export") from error
-    return copy.deepcopy(exported)
+    program = export_program("quantize", model, args, kwargs, shapes, "qframework.quantize_ needs no export")
+    return copy.deepcopy(program.module())

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from qframework.arguments import as_call, check_module
 from qframework.compat.dynamo import is_compiled
-from qframework.errors import UnsupportedError, export_error
+from qframework.errors import UnsupportedError
 from qframework.export.recorded_inputs import recorded_inputs
+from qframework.graph.export_program import export_program
 
 
 def check_model(model: nn.Module, what: str) -> None:
@@ -45,14 +45,4 @@ def own_graph(
     """The model's graph to change; it shares the model's tensors."""
     if isinstance(model, GraphModule):
         return GraphModule(model, copy.deepcopy(model.graph))
-    return exported(model, args, kwargs, dynamic_shapes, what).module()
-
-
-def exported(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any, what: str
-) -> torch.export.ExportedProgram:
-    """``torch.export.export``, whose errors become one QFrameworkError."""
-    try:
-        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-    except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
-        raise export_error(what, error, dynamic_shapes) from error
+    return export_program(what, model, args, kwargs, dynamic_shapes).module()

@@ -14,7 +14,7 @@ from qframework.compat import pytree
 from qframework.compat.graphs import input_structure
 from qframework.compat.logs import silenced_onnxscript
 from qframework.errors import QFrameworkError, UnsupportedError, first_line
-from qframework.export.capture import call_of, check_model, exported, own_graph
+from qframework.export.capture import call_of, check_model, own_graph
 from qframework.export.constant_biases import fold_biases
 from qframework.export.expand_hadamard import expand_hadamard
 from qframework.export.expand_int8_linear import expand_int8_linear
@@ -25,6 +25,7 @@ from qframework.export.onnx_write import int8_products, write
 from qframework.export.qdq import Rewritten, write_qdq
 from qframework.export.report import OnnxReport
 from qframework.fallbacks import Fallbacks
+from qframework.graph.export_program import export_program
 from qframework.outputs import check_output_file
 
 OPSETS = range(18, 24)
@@ -95,7 +96,7 @@ def write_onnx(
     write_plain_attention(gm)
     rewritten.left_in_float = in_float | rewritten.left_in_float
     _check_any_int8(rewritten)
-    document = _document(exported(gm, args, kwargs, dynamic_shapes, "to_onnx"), opset)
+    document = _document(export_program("to_onnx", gm, args, kwargs, dynamic_shapes), opset)
     structure = input_structure(gm)
     inputs, names = [*args, *kwargs.values()], structure.orig_args if structure is not None else []
     name_axes(document, _first_sizes(inputs), given_axis_names(inputs, dynamic_shapes, names))

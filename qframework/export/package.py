@@ -16,9 +16,10 @@ from qframework.backend.compile import own_decompositions, run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import parse_options
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, first_line
-from qframework.export.capture import call_of, check_model, exported, own_graph
+from qframework.export.capture import call_of, check_model, own_graph
 from qframework.export.plain_outputs import make_outputs_plain
 from qframework.files import open_regular
+from qframework.graph.export_program import export_program
 from qframework.kernels.linear.int8_linear import PACKAGED
 from qframework.kernels.packaged import name_dtypes
 from qframework.outputs import check_output_file
@@ -80,7 +81,7 @@ def write_package(
     lowering = Lowering.of(gm, (), settings)
     with torch.no_grad():
         run_passes(lowering)
-        program = exported(gm, args, kwargs, dynamic_shapes, "to_package")
+        program = export_program("to_package", gm, args, kwargs, dynamic_shapes)
         program = program.run_decompositions({**own_decompositions(), **PACKAGED})
         name_dtypes(program.graph_module)
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=f".{Path(path).name}.") as folder:

@@ -255,8 +255,12 @@ def layer_name(node: Node) -> str:
     return "scaled_dot_product_attention" if is_sdpa else node.name
 
 
+_ROOT = re.compile(r"^(?:[LG]\['[^']*'\](?:\[\d+\])?|L__self__)(?:\.__self__)?\.?")
+"""How Dynamo reached the model: as ``L['self']``, ``L['args'][0]`` of a decorated ``forward``, a global, ..."""
+
+
 def _clean_path(path: str) -> str:
-    path = re.sub(r"^L\['(?:self|fn)'\]\.?|^L__self__\.?", "", path)
+    path = _ROOT.sub("", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     parts = [part for part in path.split(".") if part not in ("", *SPACES)]
     return ".".join(parts)

@@ -24,8 +24,9 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from qframework.compat.dynamo import is_compiled
-from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, export_error, first_line
+from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, first_line
 from qframework.files import atomic_write, open_regular
+from qframework.graph.export_program import export_program
 from qframework.serialization.archive import METADATA, PROGRAM, Archive
 from qframework.serialization.grammar import INT, PLAIN, many, mapping, one_of, record, refuse
 from qframework.serialization.program import build_model, check_program
@@ -157,10 +158,7 @@ def _export(model: GraphModule | ExportedProgram, example_inputs: tuple[Any, ...
         raise QFrameworkError(
             f"save: example_inputs must be a tuple of positional inputs, got {type(example_inputs).__name__}"
         )
-    try:
-        return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
-    except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
-        raise export_error("save", error, dynamic_shapes) from error
+    return export_program("save", model, example_inputs, {}, dynamic_shapes)
 
 
 def _describe(program: ExportedProgram, config: Mapping[str, Any] | None) -> str:

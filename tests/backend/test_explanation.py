@@ -36,6 +36,25 @@ def test_compiled_float_model_keeps_its_options():
     assert report.lowered == 4
 
 
+def test_names_are_those_of_the_model_however_it_is_reached():
+    """Llama's ``forward`` in transformers is decorated: Dynamo reaches the model as ``args[0]``."""
+
+    def decorated(forward):
+        return lambda *args: forward(*args)
+
+    class Decorated(nn.Sequential):
+        forward = decorated(nn.Sequential.forward)
+
+    class Renamed(nn.Sequential):
+        def forward(this, x):
+            return this[1](this[0](x))
+
+    options = {"linear": "int8_dynamic"}
+    for model in (Decorated(Block(), Block()), Renamed(Block(), Block())):
+        report = qframework.explain(model.eval(), example(), options=options)
+        assert [layer.name for layer in report.layers] == ["0.fc1", "0.fc2", "1.fc1", "1.fc2"], type(model)
+
+
 def test_float_model():
     report = qframework.explain(Block().eval(), (example(),))
     assert (report.lowered, report.total) == (0, 2)

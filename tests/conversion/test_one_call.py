@@ -213,6 +213,19 @@ def test_a_model_that_cannot_be_exported() -> None:
         quantize(Fixed().eval(), torch.randn(4, 16), dynamic_int8())
 
 
+def test_a_failed_export_leaves_the_inputs_unmarked() -> None:
+    """``torch.export`` marks axes on the tensors: later compilations may not make a marked axis a constant."""
+
+    class Fixed(MLP):
+        def forward(self, x):
+            return super().forward(x.view(4, 16))
+
+    images = torch.randn(4, 16)
+    with pytest.raises(QFrameworkError, match=r"torch.export cannot capture the model"):
+        quantize(Fixed().eval(), images, dynamic_int8())
+    torch.compile(Fixed().eval(), backend="eager")(images)
+
+
 def test_a_language_model_that_returns_a_cache() -> None:
     """The error names the switch, with which the model is captured."""
     from transformers import MistralConfig, MistralForCausalLM
