@@ -165,6 +165,7 @@ class _Layer:
     name: str
     module: nn.Module
     conv1d: bool
+    encoders: list[nn.TransformerEncoder] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -176,6 +177,8 @@ class _Layer:
             setattr(parent, name, new)
             if isinstance(parent, nn.TransformerEncoderLayer):
                 parent.activation_relu_or_gelu = 0  # no fast path, which reads the float weights
+        for encoder in self.encoders:
+            encoder.use_nested_tensor = False  # of padded inputs, which INT8 operators do not take
 
 
 def _layers(model: nn.Module, selected: Filter) -> list[_Layer]:
@@ -188,6 +191,7 @@ def _layers(model: nn.Module, selected: Filter) -> list[_Layer]:
     found: dict[int, _Layer] = {}
     refused: dict[int, str] = {}
     strange: dict[str, str] = {}
+    encoders = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.TransformerEncoder)]
     for parent_name, parent in model.named_modules(remove_duplicate=False):
         read = set() if isinstance(parent, nn.TransformerEncoderLayer) else children_whose_weight_is_read(parent)
         for child_name, child in held(parent):
@@ -199,7 +203,10 @@ def _layers(model: nn.Module, selected: Filter) -> list[_Layer]:
                 continue
             if not selected(child, name):
                 continue
-            found.setdefault(id(child), _Layer(name, child, role == "conv1d")).places.append((parent, child_name))
+            around = [each for outer, each in encoders if not outer or name.startswith(f"{outer}.")]
+            found.setdefault(id(child), _Layer(name, child, role == "conv1d", around)).places.append(
+                (parent, child_name)
+            )
             reader = type(parent).__name__
             if reason := _READ.format(reader) if child_name in read else _obstacle(child):
                 refused.setdefault(id(child), reason)

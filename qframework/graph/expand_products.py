@@ -15,7 +15,7 @@ To::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -46,8 +46,9 @@ class _Product(NamedTuple):
 
 def expand_products(gm: GraphModule, value_of: ValueOf) -> int:
     """Replace the products that are linears, in place; returns their number."""
-    found = [(node, product) for node in gm.graph.nodes if (product := _product(node, value_of)) is not None]
-    for node, (x, weight, bias, is_transposed) in found:
+    found = 0
+    for node, (x, weight, bias, is_transposed) in _products(gm, value_of):
+        found += 1
         with gm.graph.inserting_before(node):
             linear_weight = weight
             if not is_transposed:
@@ -55,7 +56,7 @@ def expand_products(gm: GraphModule, value_of: ValueOf) -> int:
                 record_value(linear_weight, recorded_value(weight).t())
             linear = gm.graph.call_function(F.linear, (x, linear_weight, bias))
         _replace(node, linear)
-    return len(found)
+    return found
 
 
 def expand_exported_products(gm: GraphModule) -> int:
@@ -64,8 +65,9 @@ def expand_exported_products(gm: GraphModule) -> int:
     def value_of(node: Node) -> Tensor | None:
         return attribute(gm, node) if node.op == "get_attr" else None
 
-    found = [(node, product) for node in gm.graph.nodes if (product := _product(node, value_of)) is not None]
-    for node, (x, weight, bias, is_transposed) in found:
+    found = 0
+    for node, (x, weight, bias, is_transposed) in _products(gm, value_of):
+        found += 1
         if not is_transposed:
             value, fake = attribute(gm, weight).detach().t().contiguous(), fake_value(weight)
             weight = replace_attribute(gm, weight, node, value)
@@ -75,7 +77,14 @@ def expand_exported_products(gm: GraphModule) -> int:
         _replace(node, linear)
     if found:
         gm.recompile()
-    return len(found)
+    return found
+
+
+def _products(gm: GraphModule, value_of: ValueOf) -> Iterator[tuple[Node, _Product]]:
+    """The products of a graph in which each is replaced before the next is read, as that may multiply its result."""
+    for node in list(gm.graph.nodes):
+        if (product := _product(node, value_of)) is not None:
+            yield node, product
 
 
 def why_no_linear(node: Node, value_of: ValueOf) -> str | None:

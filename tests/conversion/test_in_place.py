@@ -310,6 +310,17 @@ def test_the_fast_path_of_an_encoder_layer_is_left() -> None:
 
 
 @torch.no_grad()
+def test_an_encoder_takes_padding_without_nested_tensors() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    model, x = nn.ModuleDict({"text": encoder}).eval(), torch.randn(2, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    reference = encoder(x, src_key_padding_mask=padding)
+    quantize_(model, dynamic_int8())
+    real = ~padding  # PyTorch's nested tensors pad their result by zeros
+    assert numerics.sqnr_db(reference[real], encoder(x, src_key_padding_mask=padding)[real]) > 30
+
+
+@torch.no_grad()
 def test_code_that_reads_a_weight_gets_the_dequantized_one() -> None:
     layer = quantize_(nn.Sequential(nn.Linear(16, 8)), dynamic_int8())[0]
     x = torch.randn(4, 16)

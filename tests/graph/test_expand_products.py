@@ -151,6 +151,30 @@ def test_compiled_products_in_every_spelling():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_a_product_of_a_product():
+    """Low-rank adapters written by hand: x @ a @ b."""
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Parameter(torch.randn(16, 8) / 4), nn.Parameter(torch.randn(16, 8) / 4)
+            self.bias = nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            return torch.addmm(self.bias, x @ self.down @ self.up.T, self.down)
+
+    torch.manual_seed(0)
+    model, x = Adapter().eval(), torch.randn(5, 16)
+    graph = exported(model, x)
+    assert expand_exported_products(graph) == 3
+    torch.testing.assert_close(graph(x), model(x))
+    with torch.no_grad():
+        assert explain(model, x, options={"linear": "int8_dynamic"}).lowered == 3
+        compiled = torch.compile(model, backend=qframework_backend, options={"linear": "int8_dynamic"})
+        assert 30 < numerics.sqnr_db(model(x), compiled(x)) < 60
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_products_that_stay_in_float_are_reported():
     """Experts with a weight each, an einsum, factors and matrices instead of a bias."""
 
