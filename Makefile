@@ -47,7 +47,7 @@ test-all: SELECTED := not gpu
 test-all: run-tests  ## the same without sampling: every case of every test that needs no GPU
 
 # As on an x86 processor with AVX2 alone. Inductor's cache does not know these variables: sharing it gives wrong code.
-WITHOUT_VNNI := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2
+WITHOUT_VNNI := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2
 
 .PHONY: run-tests
 run-tests: $(DEV_STAMP)

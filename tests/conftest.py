@@ -102,15 +102,15 @@ def outside_sample(name: str, cases: list[pytest.Function], share: float) -> lis
 
 
 @pytest.fixture(autouse=True)
-def _no_layer_has_too_few_rows() -> Iterator[None]:
-    """Tests use small inputs, which the backend leaves in float on CPUs without INT8 instructions."""
+def _as_with_int8_instructions() -> Iterator[None]:
+    """On CPUs without INT8 instructions the backend leaves layers of few rows in float, as tests have, or all."""
     float_linear = sys.modules.get("qframework.backend.float_linear")  # importing it here would change other tests
     if float_linear is None:
         yield
         return
-    fewest, float_linear.FEWEST_ROWS = float_linear.FEWEST_ROWS, 0  # type: ignore[attr-defined]
+    known, float_linear.cpu_implementation = float_linear.cpu_implementation, lambda: "vnni"  # type: ignore[attr-defined]
     yield
-    float_linear.FEWEST_ROWS = fewest  # type: ignore[attr-defined]
+    float_linear.cpu_implementation = known  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend import passes
 from qframework.backend.cache_key import cache_key
+from qframework.backend.float_linear import NO_FAST_PRODUCT
 from qframework.backend.lower_attention import NEEDS_GRADIENTS
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions, parse_options
@@ -24,6 +25,7 @@ from qframework.compat.dispatch import below_autograd
 from qframework.compat.dynamo import check_hints
 from qframework.fallbacks import Fallbacks
 from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
+from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.runtime.call_site import register_call_sites
 
 logger = logging.getLogger(__name__)
@@ -136,6 +138,8 @@ def qframework_backend(
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
+    if on_cpu:
+        _note_slow_products(report)
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
         for run in passes.FOR_INDUCTOR if lowered else ():
             run(lowering)
@@ -187,6 +191,12 @@ def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args)
 
     return run
+
+
+def _note_slow_products(report: Report) -> None:
+    """Tell that layers which were quantized before are slower than float ones here; their integers stay the same."""
+    if report.lowered and cpu_implementation() == "float32":
+        fallbacks.note(NO_FAST_PRODUCT, f"INT8 layers take longer than float ones: {NO_FAST_PRODUCT}")
 
 
 def _count_fallbacks(reports: Sequence[LayerReport]) -> None:

@@ -16,7 +16,8 @@ compiled, and writes to it have no effect until the model is compiled again.
 
 Quantizing a weight at each call takes as long as its float product with some rows. On CPUs without INT8 instructions,
 where INT8 products are 1.4 times as fast, layers of fewer rows than ``FEWEST_ROWS`` stay in float. The number of rows
-is that of the inputs that the graph was captured with. On Hopper, so do layers of many rows and few outputs whose input
+is that of the inputs that the graph was captured with. On CPUs where no INT8 product is faster than the float one, all
+layers do. On Hopper, so do layers of many rows and few outputs whose input
 a kernel of its own would quantize (keep_quantize.py), which takes longer than INT8 saves. On every chip, so do layers
 of many rows that are too small for INT8 (small_linears.py).
 """
@@ -58,6 +59,8 @@ FEWEST_ROWS = 128
 """Measured with AVX2: if each call quantizes the weight, layers of 192 to 3,072 channels have 0.13 to 0.42 of FP32's
 speed with 1 to 4 rows, 0.74 to 0.82 with 34, 0.86 to 1.08 with 64 and 1.04 to 1.18 with 128."""
 
+NO_FAST_PRODUCT = "this CPU has no INT8 product that is faster than its float product; `qframework doctor` says why"
+
 FEWEST_OUTPUTS = 700
 """A quantization moves 3 bytes an input; INT8 saves half of the product's time, some 1e-15 s an input and output."""
 
@@ -78,7 +81,10 @@ def lower_float_linear(lowering: Lowering) -> None:
         if reason := _reason_against(node, call, constants.value(_parameter(call.weight))):
             reports.append(LayerReport(name, False, "float linear", reason, fallback=True))
             continue
-        if not lowering.options.freeze_weights and (reason := _reason_of_speed(fake_value(call.input))):
+        if reason := _reason_of_product(fake_value(call.input)):
+            reports.append(LayerReport(name, False, "float linear", reason, fallback=True))
+            continue
+        if not lowering.options.freeze_weights and (reason := _reason_of_rows(fake_value(call.input))):
             reports.append(LayerReport(name, False, "float linear", reason))
             continue
         if reason := why_too_small(call.input, _parameter(call.weight), True) or _reason_of_quantization(
@@ -115,7 +121,13 @@ def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str 
     return reason_against_operands(call)
 
 
-def _reason_of_speed(x: Tensor | None) -> str | None:
+def _reason_of_product(x: Tensor | None) -> str | None:
+    """Why INT8 would be slower than float on a CPU without a fast product; None where there is one."""
+    on_a_cpu = x is not None and x.device.type == "cpu"
+    return NO_FAST_PRODUCT if on_a_cpu and cpu_implementation() == "float32" else None
+
+
+def _reason_of_rows(x: Tensor | None) -> str | None:
     """Why INT8 with a weight that is quantized at each call would be slower than float; None if it is not."""
     if x is None or x.device.type != "cpu" or cpu_implementation() in HAVE_INT8_INSTRUCTIONS:
         return None

@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 
 from qframework import numerics
 from qframework.backend import compile
+from qframework.backend.float_linear import NO_FAST_PRODUCT
 from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -65,6 +66,19 @@ def test_float_model_with_and_without_gradients(caplog):
     assert "carry no gradient; call the model under torch.no_grad()" in caplog.text
     assert numerics.sqnr_db(model(x), y) > 30
     assert int8_calls(lambda: compiled(x)) == 2
+
+
+@pytest.mark.parametrize(("product", "expected"), [("float32", 1), ("multiply_add", 0)])
+def test_products_that_are_slower_than_floats_are_told(monkeypatch, caplog, product, expected):
+    """A model that was quantized before keeps its integers on a CPU without a fast product."""
+    monkeypatch.setattr(compile, "cpu_implementation", lambda: product)
+    compile.fallbacks.clear()
+    x = example()
+    compiled = torch.compile(converted(Block(), x), backend="qframework", fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+    assert compile.fallbacks[NO_FAST_PRODUCT] == expected
+    assert ("INT8 layers take longer than float ones" in caplog.text) == bool(expected)
 
 
 def test_a_plain_float_model_is_left_to_inductor_and_trains():

@@ -302,9 +302,8 @@ class TestFewRows:
         return report
 
     @pytest.mark.parametrize("dynamic", [None, True])
-    @pytest.mark.parametrize("product", ["multiply_add", "float32"])
-    def test_they_stay_in_float(self, monkeypatch, product, dynamic):
-        report = self.lowered(monkeypatch, (3, 21), product, dynamic=dynamic)
+    def test_they_stay_in_float(self, monkeypatch, dynamic):
+        report = self.lowered(monkeypatch, (3, 21), "multiply_add", dynamic=dynamic)
         assert not report.lowered
         assert not report.fallback
         assert report.reason.startswith("its input has 63 rows")
@@ -321,6 +320,15 @@ class TestFewRows:
     )
     def test_others_are_quantized(self, monkeypatch, shape, product, options):
         assert self.lowered(monkeypatch, shape, product, options).lowered
+
+    @pytest.mark.parametrize("freeze_weights", [False, True])
+    @pytest.mark.parametrize("shape", [(3, 21), (4, 512)])
+    def test_all_stay_in_float_without_a_fast_product(self, monkeypatch, shape, freeze_weights):
+        options = BackendOptions(linear="int8_dynamic", freeze_weights=freeze_weights)
+        report = self.lowered(monkeypatch, shape, "float32", options)
+        assert not report.lowered
+        assert report.fallback
+        assert "no INT8 product that is faster" in report.reason
 
 
 class MixedChannels(nn.Module):
