@@ -316,7 +316,7 @@ BAD = {
     "rank": (
         dict.fromkeys(("query", "key", "value"), torch.zeros(8, 16)),
         UnsupportedError,
-        "as many dimensions as query, 3 .* to 5 ",
+        r"query must have 3 dimensions .* to 5 .*, got shape \(8, 16\)",
     ),
     "NHD rank": (
         {**dict.fromkeys(("query", "key", "value"), torch.zeros(8, 16)), "tensor_layout": "NHD"},

@@ -229,10 +229,13 @@ def check_dense(call: DenseArguments, name: str, dtypes: tuple[torch.dtype, ...]
         check_dtype(name, argument, x, dtypes)
         if x.dtype != query.dtype:
             raise QFrameworkError(f"{name}: {argument} must have query's dtype {query.dtype}, got {x.dtype}")
-        if not 3 <= x.ndim <= 5 or x.ndim != query.ndim:
+        if not 3 <= x.ndim <= 5:
             raise UnsupportedError(
-                f"{name}: {argument} must have as many dimensions as query, 3 (B, N, D) to 5 (..., H, N, D), got shape "
-                f"{tuple(x.shape)} with query {tuple(query.shape)}"
+                f"{name}: {argument} must have 3 dimensions (B, N, D) to 5 (..., H, N, D), got shape {tuple(x.shape)}"
+            )
+        if x.ndim != query.ndim:
+            raise UnsupportedError(
+                f"{name}: {argument} must have as many dimensions as query {tuple(query.shape)}, got {tuple(x.shape)}"
             )
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             raise UnsupportedError(
