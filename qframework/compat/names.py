@@ -387,6 +387,11 @@ _ROWS = (
     Name("torchao.quantization.pt2e.quantizer.quantizer.Q_ANNOTATION_KEY", _ANNOTATE),
     Name("torchao.quantization.pt2e.quantize_pt2e.convert_pt2e", "models cannot be quantized in one call"),
     Name("torchao.quantization.pt2e.quantize_pt2e.prepare_pt2e", "models cannot be quantized in one call"),
+    Name(
+        "torchao.quantization.pt2e.quantize_pt2e._fold_conv_bn_qat",
+        "models with batch norms cannot be quantized without a search for those that train",
+        "it is made, which takes up to minutes",
+    ),
     Name("torchao.quantization.pt2e.utils.create_getattr_from_value", _PT2E),
     Name(
         "_observed_graph_module_attrs",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
-from qframework.compat.missing import explained
+from torch.fx import GraphModule
+
+from qframework.compat.missing import explained, optional
 
 with explained():
     from torchao.quantization.pt2e import (
@@ -17,6 +20,7 @@ with explained():
         ObserverBase,
         ObserverOrFakeQuantize,
         PerChannelMinMaxObserver,
+        quantize_pt2e,
     )
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import (
@@ -37,6 +41,28 @@ ANNOTATED: dict[str, Any] = {"_annotated": True}  # marks an annotation whose no
 def says_annotated(annotation: QuantizationAnnotation | None) -> bool:
     """Whether a quantizer, ours or another, has handled the node of this annotation."""
     return annotation is not None and annotation._annotated
+
+
+_FOLD = "torchao.quantization.pt2e.quantize_pt2e._fold_conv_bn_qat"
+_folding = threading.RLock()
+
+
+def convert_calibrated(prepared: GraphModule) -> GraphModule:
+    """``convert_pt2e`` of a model from ``prepare_pt2e``, without the search for batch norms that train.
+
+    Only ``prepare_qat_pt2e`` makes those. Where a model has any batch norm, torchao exports 96 small models to search
+    for them, which takes longer than all else. Other threads convert as usual meanwhile.
+    """
+    owner = threading.get_ident()
+    with _folding:
+        fold = optional(quantize_pt2e, _FOLD, None)
+        if fold is None:
+            return convert_pt2e(prepared)
+        quantize_pt2e._fold_conv_bn_qat = lambda model: model if threading.get_ident() == owner else fold(model)
+        try:
+            return convert_pt2e(prepared)
+        finally:
+            quantize_pt2e._fold_conv_bn_qat = fold
 
 
 # The meta key that prepare_pt2e adds to a model, and convert_pt2e keeps.
@@ -61,7 +87,7 @@ __all__ = [
     "QuantizationSpecBase",
     "Quantizer",
     "SharedQuantizationSpec",
-    "convert_pt2e",
+    "convert_calibrated",
     "create_getattr_from_value",
     "prepare_pt2e",
     "says_annotated",

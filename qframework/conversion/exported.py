@@ -109,7 +109,7 @@ def _once(
     show_progress: bool,
     rewritten: Callable[[fx.GraphModule], None],
 ) -> fx.GraphModule:
-    from qframework.compat.torchao import convert_pt2e, prepare_pt2e
+    from qframework.compat.torchao import convert_calibrated, prepare_pt2e
 
     if recipe is not None:
         recipe.before_prepare(exported, quantizer, data)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def _once(
     if recipe is not None:
         recipe.after_calibrate(prepared, data)  # type: ignore[arg-type]
     with torch.no_grad():  # it runs what depends on parameters alone, such as writes to them
-        return convert_pt2e(prepared)
+        return convert_calibrated(prepared)
 
 
 def _with_recipe(
