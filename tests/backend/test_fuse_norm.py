@@ -75,21 +75,20 @@ def test_the_result_of_an_int8_layer():
     assert targets(written_by=_ours.int8_linear.default)[1:] == [_ours.norm_dynamic_quantize.default]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"device": "cpu"},
-        {"shape": (1, 197, 64)},
-        {"shape": (8, 1024, 9000)},
-        {"written_by": torch.relu},  # Inductor reads its operand in the same kernel
-        {"also_read": True},
-        {"dynamic": False, "zero_point": True},
-        {"write": True},
-    ],
-    ids=str,
-)
-def test_what_is_left_to_inductor(case):
-    assert F.layer_norm in targets(**case)
+LEFT = {
+    "on the CPU": {"device": "cpu"},
+    "few rows": {"shape": (1, 197, 64)},
+    "long rows": {"shape": (8, 1024, 9000)},
+    "what Inductor computes": {"written_by": torch.relu},  # it reads the operand in the same kernel
+    "read by others": {"also_read": True},
+    "a zero point": {"dynamic": False, "zero_point": True},
+    "an input that is written": {"write": True},
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_to_inductor(name):
+    assert F.layer_norm in targets(**LEFT[name])
 
 
 def test_chips_that_were_not_measured(monkeypatch):
