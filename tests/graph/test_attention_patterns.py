@@ -208,7 +208,7 @@ LEFT_ALONE = {
     "logits cast to int": (lambda q, k, v: product(q, k).to(torch.int8).float().softmax(-1) @ v, "pass through to"),
     "filled with 0": (filled_with_zero, "must be filled with a number below"),
     "double": (attend_all(torch.Tensor.double), "torch.float64"),
-    "2-D": (attend_all(lambda x: x[0, 0]), r"3 \(B, N, D\)"),
+    "2-D": (attend_all(lambda x: x[0, 0]), r"3 dimensions \(B, N, D\)"),
     "broadcasting batch": (lambda q, k, v: product(q, k[0, 0]).softmax(-1) @ v, "operand has shape"),
     "overwritten": (operand_overwritten, "changes one of its operands in place"),
     "scaled, then overwritten": (scaled_operand_overwritten, "changes one of its operands in place"),
