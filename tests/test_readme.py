@@ -132,6 +132,11 @@ def test_rows_of_architectures_are_of_the_newest_runs() -> None:
         ]
         (row,) = (line for line in readme.splitlines() if line.startswith(f"| {label}, H100"))
         assert f"| {cells[0]} | {cells[1]} |" in row, label
+    (row,) = (line for line in readme.splitlines() if line.startswith("| PVT v2-B3, SegFormer-B3 and PiT-B"))
+    for mode in ("static", "dynamic"):
+        measured = (cases[name][mode] for name in ARCHITECTURES["PVT v2-B3, SegFormer-B3 and PiT-B"].split())
+        kernels = [f"{each.base.kernels_ms / each.record.kernels_ms:.2f}" for each in measured]
+        assert f"{', '.join(kernels)} {mode}" in row
     many = [case for name, case in cases.items() if FAMILIES[name].kind != report_families.DECODING]
     means = {mode: number(report_families._mean(many, mode)) for mode in report_families.OURS}
     (row,) = (line for line in readme.splitlines() if line.startswith(f"| {len(many)} architectures"))

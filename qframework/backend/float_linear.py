@@ -17,9 +17,9 @@ compiled, and writes to it have no effect until the model is compiled again.
 Quantizing a weight at each call takes as long as its float product with some rows. On CPUs without INT8 instructions,
 where INT8 products are 1.4 times as fast, layers of fewer rows than ``FEWEST_ROWS`` stay in float. The number of rows
 is that of the inputs that the graph was captured with. On CPUs where no INT8 product is faster than the float one, all
-layers do. On Hopper, so do layers of many rows and few outputs whose input
-a kernel of its own would quantize (keep_quantize.py), which takes longer than INT8 saves. On every chip, so do layers
-of many rows that are too small for INT8 (small_linears.py).
+layers stay in float. On Hopper, so do layers of many rows and few outputs whose input a kernel of its own would
+quantize (keep_quantize.py), which takes longer than INT8 saves. On every chip, so do layers of many rows that are too
+small for INT8 (small_linears.py).
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ FEWEST_ROWS = 128
 """Measured with AVX2: if each call quantizes the weight, layers of 192 to 3,072 channels have 0.13 to 0.42 of FP32's
 speed with 1 to 4 rows, 0.74 to 0.82 with 34, 0.86 to 1.08 with 64 and 1.04 to 1.18 with 128."""
 
+TRANSPOSED = 3
+"""As many times more rows for a weight that is stored as its transpose, as in GPT-2, whose quantization takes 1.7 to 3.9
+times as long: GPT-2 has 0.81 and 0.83 of FP32's speed with 256 rows, 1.09 with 512 and 1.16 with 1,024."""
+
 NO_FAST_PRODUCT = "this CPU has no INT8 product that is faster than its float product; `qframework doctor` says why"
 
 FEWEST_OUTPUTS = 700
@@ -84,7 +88,7 @@ def lower_float_linear(lowering: Lowering) -> None:
         if reason := _reason_of_product(fake_value(call.input)):
             reports.append(LayerReport(name, False, "float linear", reason, fallback=True))
             continue
-        if not lowering.options.freeze_weights and (reason := _reason_of_rows(fake_value(call.input))):
+        if not lowering.options.freeze_weights and (reason := _reason_of_rows(call)):
             reports.append(LayerReport(name, False, "float linear", reason))
             continue
         if reason := why_too_small(call.input, _parameter(call.weight), True) or _reason_of_quantization(
@@ -127,15 +131,17 @@ def _reason_of_product(x: Tensor | None) -> str | None:
     return NO_FAST_PRODUCT if on_a_cpu and cpu_implementation() == "float32" else None
 
 
-def _reason_of_rows(x: Tensor | None) -> str | None:
+def _reason_of_rows(call: LinearCall) -> str | None:
     """Why INT8 with a weight that is quantized at each call would be slower than float; None if it is not."""
+    x = fake_value(call.input)
     if x is None or x.device.type != "cpu" or cpu_implementation() in HAVE_INT8_INSTRUCTIONS:
         return None
     rows = math.prod(map(traced_size, x.shape[:-1]))
-    if not 0 < rows < FEWEST_ROWS:  # unknown sizes count as 0
+    fewest = FEWEST_ROWS * (TRANSPOSED if operation(call.weight) == "t" else 1)
+    if not 0 < rows < fewest:  # unknown sizes count as 0
         return None
     return (
-        f"its input has {rows} rows, and on this CPU quantizing the weight at each call pays from {FEWEST_ROWS} rows "
+        f"its input has {rows} rows, and on this CPU quantizing the weight at each call pays from {fewest} rows "
         "on. Pass options={'freeze_weights': True} to quantize it once"
     )
 

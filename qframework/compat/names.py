@@ -390,7 +390,7 @@ _ROWS = (
     Name(
         "torchao.quantization.pt2e.quantize_pt2e._fold_conv_bn_qat",
         "models with batch norms cannot be quantized without a search for those that train",
-        "it is made, which takes up to minutes",
+        "torchao searches, which can take minutes",
     ),
     Name("torchao.quantization.pt2e.utils.create_getattr_from_value", _PT2E),
     Name(

@@ -46,11 +46,9 @@ def norm_call(node: Node) -> NormCall | None:
 def _written_out(node: Node) -> NormCall | None:
     """``x * rsqrt(mean(x ** 2) + eps)``, multiplied by a weight or not, with casts, as transformers has it."""
     for weight, normalized in [(None, node), *_factors(_behind(node))]:
-        if weight is not None and not _is_vector(weight):
-            continue
         for x, root in _factors(_behind(normalized)):
             eps = _eps_of(_behind(root), x)
-            if eps is not None:
+            if eps is not None and (weight is None or _has_a_value_for_each_channel(weight, x)):
                 return NormCall(_behind_widening(x), weight, None, eps, False)
     return None
 
@@ -75,21 +73,22 @@ def _eps_of(root: Node, x: Node) -> float | None:
     squares = argument(mean, 0, "input")
     if list(dims if isinstance(dims, (list, tuple)) else [dims]) != [-1] or not keeps:
         return None
-    return eps if _square_root(squares) is _behind_widening(x) else None
+    return eps if _base_of(squares) is _behind_widening(x) else None
 
 
-def _square_root(squares: Any) -> Node | None:
+def _base_of(squares: Any) -> Node | None:
     """``x`` of ``x ** 2``, ``x.square()`` or ``x * x``, behind casts; None for any other node."""
-    if not isinstance(squares, Node):
+    x = argument(squares, 0, "input") if isinstance(squares, Node) else None
+    if not isinstance(x, Node):
         return None
-    name, (x, *rest) = operation(squares), (*squares.args, None)
-    squared = name == "square" or (name == "pow" and rest[0] == 2) or (name == "mul" and rest[0] is x)
-    return _behind_widening(x) if squared and isinstance(x, Node) else None
+    name, second = operation(squares), argument(squares, 1, "exponent", "other")
+    squared = name == "square" or (name == "pow" and second == 2) or (name == "mul" and second is x)
+    return _behind_widening(x) if squared else None
 
 
-def _is_vector(node: Node) -> bool:
-    fake = fake_value(node)
-    return fake is not None and fake.ndim == 1
+def _has_a_value_for_each_channel(weight: Node, x: Node) -> bool:
+    given, fake = fake_value(weight), fake_value(x)
+    return given is not None and fake is not None and given.ndim == 1 and given.shape[0] == fake.shape[-1]
 
 
 def _behind(node: Node) -> Node:

@@ -321,6 +321,25 @@ class TestFewRows:
     def test_others_are_quantized(self, monkeypatch, shape, product, options):
         assert self.lowered(monkeypatch, shape, product, options).lowered
 
+    @pytest.mark.parametrize(("rows", "expected"), [(191, False), (192, True)])
+    def test_weights_that_are_stored_transposed_need_more_rows(self, monkeypatch, rows, expected):
+        monkeypatch.setattr(float_linear, "cpu_implementation", lambda: "multiply_add")
+        reports = []
+
+        def backend(gm, example_inputs):
+            reports.extend(lower(gm, example_inputs, DYNAMIC))
+            return gm.forward
+
+        weight = nn.Parameter(torch.randn(32, 16))
+
+        def run(x):
+            return x @ weight
+
+        torch.compile(run, backend=backend)(torch.randn(rows, 32))
+        (report,) = reports
+        assert report.lowered == expected
+        assert expected or "pays from 192 rows" in report.reason
+
     @pytest.mark.parametrize("freeze_weights", [False, True])
     @pytest.mark.parametrize("shape", [(3, 21), (4, 512)])
     def test_all_stay_in_float_without_a_fast_product(self, monkeypatch, shape, freeze_weights):

@@ -52,6 +52,7 @@ OTHERS = {
     "a sum instead of the mean": lambda x, w, b: w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)),
     "a bias": lambda x, w, b: root(x) + b,
     "a number for each row": lambda x, w, b: root(x) * x[..., :1],
+    "a vector of one value": lambda x, w, b: root(x) * w[:1],
     "of a rounded input": lambda x, w, b: w * root(x.to(torch.bfloat16)).to(x.dtype),
 }
 
