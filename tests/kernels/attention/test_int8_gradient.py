@@ -101,6 +101,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 CASES = {
     "plain": {},
     "causal": {"causal": True, "key_heads": 1},
+    "masked channels, causal": {"causal": True, "key_heads": 1, "channels": 80, "values": 96},
     "more keys, causal": {"causal": True, "queries": 70, "keys": 140, "channels": 80, "values": 96},
     "more queries, causal": {"causal": True, "queries": 140, "keys": 70, "channels": 32, "values": 32},
     "grouped": {"key_heads": 1, "queries": 65, "keys": 130, "channels": 72, "values": 40},
