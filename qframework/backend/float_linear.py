@@ -60,8 +60,8 @@ FEWEST_ROWS = 128
 speed with 1 to 4 rows, 0.74 to 0.82 with 34, 0.86 to 1.08 with 64 and 1.04 to 1.18 with 128."""
 
 TRANSPOSED = 3
-"""As many times more rows for a weight that is stored as its transpose, as in GPT-2, whose quantization takes 1.7 to 3.9
-times as long: GPT-2 has 0.81 and 0.83 of FP32's speed with 256 rows, 1.09 with 512 and 1.16 with 1,024."""
+"""A weight that is stored transposed, as in GPT-2, takes 1.7 to 3.9 times as long to quantize and needs as many times
+the rows: GPT-2 has 0.81 and 0.83 of FP32's speed with 256 rows, 1.09 with 512 and 1.16 with 1,024."""
 
 NO_FAST_PRODUCT = "this CPU has no INT8 product that is faster than its float product; `qframework doctor` says why"
 
