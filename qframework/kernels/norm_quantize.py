@@ -148,7 +148,7 @@ def _norm_quantize_kernel(
         inside = inside & (c < C)[None, :]
     y = tl.load(x_ptr + (m * stride_xm)[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
     if CENTER:
-        y -= (tl.sum(y, 1) * (1.0 / C))[:, None]
+        y -= tl.math.div_rn(tl.sum(y, 1), C * 1.0)[:, None]  # a product with 1 / C leaves a rest of constant rows
         if C != BLOCK_C:
             y = tl.where((c < C)[None, :], y, 0.0)
     y *= tl.math.rsqrt(tl.sum(y * y, 1) * (1.0 / C) + eps)[:, None]
