@@ -8,19 +8,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from qframework.backend import fuse_norm as module
 from qframework.backend.fuse_norm import fuse_norm
 from qframework.backend.lowering import Lowering
 
 _ours = torch.ops.qframework
 MANY = (8, 1024, 64)
-
-
-@pytest.fixture(autouse=True)
-def measured(monkeypatch):
-    """As if the kernel had been measured on the chip of the graph."""
-    monkeypatch.setattr(module, "FASTER_ON", frozenset({(9, 0)}))
-    monkeypatch.setattr(module, "capability_of", lambda device: (9, 0) if device.type == "cuda" else None)
 
 
 def graph_of(
@@ -91,8 +83,3 @@ def test_what_is_left_to_inductor(name):
     found = targets(**LEFT[name])
     assert F.layer_norm in found
     assert not {_ours.norm_quantize.default, _ours.norm_dynamic_quantize.default} & set(found)
-
-
-def test_chips_that_were_not_measured(monkeypatch):
-    monkeypatch.setattr(module, "FASTER_ON", frozenset())
-    assert F.layer_norm in targets()
