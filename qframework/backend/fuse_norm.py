@@ -8,9 +8,9 @@ To::
 
     int8_linear, or an input -> qframework::norm_quantize or qframework::norm_dynamic_quantize
 
-Inductor computes both in one kernel as well, with two to five times as many instructions for the same bytes: on an H100
-it takes 1.1 to 4.7 times as long (``other/2026-11-27-h100-norm-quantize.json``); no other chip was measured. What Inductor
-computes from other tensors is left to it, since it reads them in the same kernel.
+Inductor computes both in one kernel as well, with two to five times as many instructions for the same bytes. On an H100
+it takes 1.1 to 4.7 times as long (``other/2026-11-27-h100-norm-quantize.json``); no other chip was measured. What
+Inductor computes from other tensors is left to it, since it reads them in the same kernel.
 """
 
 from __future__ import annotations
