@@ -13,12 +13,12 @@ from qframework.backend.float_linear import lower_float_linear
 from qframework.backend.fold_channel_scale import fold_channel_scale
 from qframework.backend.fuse_epilogue import fuse_epilogue
 from qframework.backend.fuse_hadamard import fuse_hadamard
-from qframework.backend.fuse_norm import fuse_norm
 from qframework.backend.group_weights import group_weights
 from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lower_attention import lower_attention
 from qframework.backend.lower_linear import lower_linear
+from qframework.backend.lower_norm import lower_norm
 from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.lowering import Lowering, Pass
@@ -115,7 +115,7 @@ LOWERING: tuple[Pass, ...] = (
     keep_zero_point_biases,
     group_weights,
     fuse_hadamard,
-    fuse_norm,
+    lower_norm,
     keep_dynamic_quantize,
 )
 

@@ -13,13 +13,14 @@ from qframework.graph.nodes import argument, fake_value, operation
 
 
 class NormCall(NamedTuple):
-    """``(input - mean) / sqrt(variance + eps) * weight + bias``; without ``center`` the mean is not subtracted."""
+    """``(input - mean) / sqrt(variance + eps) * (weight + offset) + bias``, without a mean unless ``center``."""
 
     input: Node
     weight: Node | None
     bias: Node | None
     eps: float
     center: bool
+    offset: float = 0.0
 
     @property
     def input_nodes(self) -> list[Node]:
@@ -49,7 +50,8 @@ def _written_out(node: Node) -> NormCall | None:
         for x, root in _factors(_behind(normalized)):
             eps = _eps_of(_behind(root), x)
             if eps is not None and (weight is None or _has_a_value_for_each_channel(weight, x)):
-                return NormCall(_behind_widening(x), weight, None, eps, False)
+                weight, offset = _without_offset(weight)
+                return NormCall(_behind_widening(x), weight, None, eps, False, offset)
     return None
 
 
@@ -84,6 +86,18 @@ def _base_of(squares: Any) -> Node | None:
     name, second = operation(squares), argument(squares, 1, "exponent", "other")
     squared = name == "square" or (name == "pow" and second == 2) or (name == "mul" and second is x)
     return _behind_widening(x) if squared else None
+
+
+def _without_offset(weight: Node | None) -> tuple[Node | None, float]:
+    """``w`` and the number of ``w + 1``, as Gemma has it, behind casts; other weights as they are, with 0."""
+    total = None if weight is None else _behind(weight)
+    if total is None or operation(total) != "add" or argument(total, 2, "alpha", default=1) != 1:
+        return weight, 0.0
+    operands = [argument(total, 0, "input"), argument(total, 1, "other")]
+    (number, base) = operands if isinstance(operands[1], Node) else reversed(operands)
+    if not isinstance(base, Node) or not isinstance(number, (int, float)):
+        return weight, 0.0
+    return _behind(base), float(number)
 
 
 def _has_a_value_for_each_channel(weight: Node, x: Node) -> bool:

@@ -10,7 +10,7 @@ import qframework.kernels.attention.int8_gradient
 import qframework.kernels.attention.masked_attention
 import qframework.kernels.attention.pipeline
 import qframework.kernels.hadamard
-import qframework.kernels.norm_quantize
+import qframework.kernels.norm
 import qframework.kernels.packaged
 import qframework.kernels.quantize  # noqa: F401  (registers operators)
 from qframework.kernels.attention.cache_append import cache_append

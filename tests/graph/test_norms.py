@@ -74,6 +74,7 @@ def test_norms(name):
     assert norm.input is x
     assert (norm.weight is not None, norm.bias is not None, norm.center) == (has_weight, has_bias, center)
     assert norm.eps == pytest.approx(eps)
+    assert norm.offset == (1.0 if name == "as Gemma" else 0.0)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -104,8 +104,9 @@ CALLS = {
     "dynamic_quantize.alone": lambda: (torch.randn(3, 50), "per_token"),
     "dynamic_quantize": lambda: (torch.randn(3, 50), "per_tensor"),
     "hadamard_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 32),
-    "norm_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 1e-5, True, scale()),
-    "norm_dynamic_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 1e-5, True),
+    "norm_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 1e-5, True, 0.0, scale()),
+    "norm_dynamic_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 1e-5, True, 0.0),
+    "norm": lambda: (torch.randn(3, 5, 64), None, torch.randn(64), 1e-5, False, 1.0, torch.randn(3, 5, 64)),
     "rope_quantize": lambda: (heads(), *rotation(), False, 1.5, "per_token", "query"),
     "rope_mean": lambda: (heads(), *rotation()),
 }

@@ -1,13 +1,16 @@
-"""LayerNorm or RMSNorm and the quantization of its result to symmetric INT8, in one pass over each row.
+"""LayerNorm or RMSNorm in one pass over each row: the norm itself, or its result quantized to symmetric INT8.
 
 Formula for a row of C values; RMSNorm subtracts no mean, and weight and bias are optional::
 
-    c = x - mean(x)        y = c / sqrt(mean(c ** 2) + eps) * weight + bias
+    c = x - mean(x)        y = c / sqrt(mean(c ** 2) + eps) * (weight + offset) + bias
+
+``norm`` returns ``y``, or ``y + residual`` as sandwich norms have it, in the dtype of x. The others return::
+
     q = clamp(round_half_even(y * (1 / scale)), -127, 127)        scale given, or max|y| / 127 of the row
 
 All of it is float32. Layout: ``x (..., C)`` is treated as rows of C values, each of which a program keeps in registers.
-Reference: ``norm_quantize_ref`` and ``norm_dynamic_quantize_ref``. In a compiled model Inductor computes a norm and the
-quantization behind it in one kernel as well, which takes up to three times as long as its bytes
+References: ``norm_ref``, ``norm_quantize_ref`` and ``norm_dynamic_quantize_ref``. In a compiled model Inductor computes
+a norm and what follows it in one kernel as well, which takes up to five times as long as its bytes
 (docs/experiments.md, "Norms and the quantization behind them on Hopper").
 """
 
@@ -40,14 +43,39 @@ MAX_CHANNELS = 8192
 """Longer rows do not fit into the registers of a program."""
 
 
-class NormDynamicQuantizeArguments(NamedTuple):
-    """The arguments of ``qframework::norm_dynamic_quantize``; ``center`` for LayerNorm."""
+class NormArguments(NamedTuple):
+    """The arguments of ``qframework::norm``; ``center`` for LayerNorm, ``offset`` is added to the weight."""
 
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
     eps: float
     center: bool
+    offset: float
+    residual: Tensor | None
+
+    def empty_result(self) -> Tensor:
+        """Uninitialized values of the dtype of x, contiguous."""
+        return self.x.new_empty(self.x.shape)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for dtype, shape or device."""
+        _check_norm("norm", self)
+        if self.residual is not None:
+            check_same_device("norm", self.x, residual=self.residual)
+            check_dtype("norm", "residual", self.residual, (self.x.dtype,))
+            check_shape("norm", "residual", self.residual, tuple(self.x.shape))
+
+
+class NormDynamicQuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::norm_dynamic_quantize``."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    center: bool
+    offset: float
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
         """Uninitialized int8 values and scale, contiguous."""
@@ -60,13 +88,14 @@ class NormDynamicQuantizeArguments(NamedTuple):
 
 
 class NormQuantizeArguments(NamedTuple):
-    """The arguments of ``qframework::norm_quantize``; ``center`` for LayerNorm, ``scale`` fp32 of one element."""
+    """The arguments of ``qframework::norm_quantize``; ``scale`` is fp32 of one element."""
 
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
     eps: float
     center: bool
+    offset: float
     scale: Tensor
 
     def empty_result(self) -> Tensor:
@@ -84,7 +113,10 @@ class NormQuantizeArguments(NamedTuple):
             )
 
 
-def _check_norm(operator: str, arguments: NormDynamicQuantizeArguments | NormQuantizeArguments) -> None:
+_AnyArguments = NormArguments | NormQuantizeArguments | NormDynamicQuantizeArguments
+
+
+def _check_norm(operator: str, arguments: _AnyArguments) -> None:
     x = arguments.x
     check_float_input(operator, x)
     check_same_device(operator, x, weight=arguments.weight, bias=arguments.bias)
@@ -96,19 +128,27 @@ def _check_norm(operator: str, arguments: NormDynamicQuantizeArguments | NormQua
             check_shape(operator, name, each, (x.shape[-1],))
 
 
-def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool) -> Tensor:
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, offset: float
+) -> Tensor:
     """``y`` in float32."""
     y = x.float()
     if center:
         y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    y = y if weight is None else y * weight.float()
+    y = y if weight is None else y * (weight.float() + offset)
     return y if bias is None else y + bias.float()
+
+
+def norm_ref(x: NormArguments) -> Tensor:
+    """Reference of ``qframework::norm``."""
+    y = _normalized(*x[:6])
+    return (y if x.residual is None else y + x.residual.float()).to(x.x.dtype).contiguous()
 
 
 def norm_quantize_ref(x: NormQuantizeArguments) -> Tensor:
     """Reference of ``qframework::norm_quantize``."""
-    return numerics.quantize(_normalized(*x[:5]), x.scale.reshape(())).contiguous()
+    return numerics.quantize(_normalized(*x[:6]), x.scale.reshape(())).contiguous()
 
 
 def norm_dynamic_quantize_ref(x: NormDynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
@@ -119,26 +159,31 @@ def norm_dynamic_quantize_ref(x: NormDynamicQuantizeArguments) -> tuple[Tensor, 
 
 
 @triton.jit
-def _norm_quantize_kernel(
+def _norm_kernel(
     x_ptr,  # (M, C) float
     weight_ptr,  # (C,) float, with HAS_WEIGHT
     bias_ptr,  # (C,) float, with HAS_BIAS
-    q_ptr,  # (M, C) int8
-    scale_ptr,  # fp32, (M,) to write with DYNAMIC, else (1,) to read
+    residual_ptr,  # (M, C) float, with HAS_RESIDUAL
+    out_ptr,  # (M, C) float, or int8 with QUANTIZES
+    scale_ptr,  # fp32, with QUANTIZES: (M,) to write with DYNAMIC, else (1,) to read
     M,
     stride_xm,
+    stride_rm,
     eps,
     C: tl.constexpr,
+    OFFSET: tl.constexpr,
     CENTER: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    QUANTIZES: tl.constexpr,
     DYNAMIC: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Normalize and quantize BLOCK_M rows. Grid (cdiv(M, BLOCK_M),)."""
+    """Normalize BLOCK_M rows, and quantize them with QUANTIZES. Grid (cdiv(M, BLOCK_M),)."""
     wait_for_previous_kernel(OVERLAP)
     c = tl.arange(0, BLOCK_C)
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -152,16 +197,20 @@ def _norm_quantize_kernel(
             y = tl.where((c < C)[None, :], y, 0.0)
     y *= tl.math.rsqrt(tl.sum(y * y, 1) * (1.0 / C) + eps)[:, None]
     if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        y *= (tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32) + OFFSET)[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + (m * stride_rm)[:, None] + c[None, :], mask=inside, other=0.0)
+        y += residual.to(tl.float32)
+    out = y
     if DYNAMIC:
         scale = _row_scale(y, MIN_SCALE)
         tl.store(scale_ptr + m, scale, mask=m < M)
-        q = integers(y * (1.0 / scale)[:, None])  # nothing exceeds 127
-    else:
-        q = round_to_int8(y * (1.0 / tl.load(scale_ptr)))
-    tl.store(q_ptr + (m * C)[:, None] + c[None, :], q, mask=inside)
+        out = integers(y * (1.0 / scale)[:, None])  # nothing exceeds 127
+    elif QUANTIZES:
+        out = round_to_int8(y * (1.0 / tl.load(scale_ptr)))
+    tl.store(out_ptr + (m * C)[:, None] + c[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -172,13 +221,19 @@ def _row_scale(y, MIN_SCALE: tl.constexpr):
     return tl.where(amax == amax, tl.maximum(amax * (1.0 / 127.0), MIN_SCALE), amax)
 
 
+def norm_triton(x: NormArguments) -> Tensor:
+    """``norm`` on a GPU."""
+    check_device(x.x.device)
+    out = x.empty_result()
+    _run(x, out, None, x.residual)
+    return out
+
+
 def norm_quantize_triton(x: NormQuantizeArguments) -> Tensor:
     """``norm_quantize`` on a GPU."""
     check_device(x.x.device)
     q = x.empty_result()
-    if q.numel():
-        grid, arguments, constants = _call(x, q, x.scale, dynamic=False)
-        launch(_norm_quantize_kernel, grid)(*arguments, **constants)
+    _run(x, q, x.scale)
     return q
 
 
@@ -186,44 +241,55 @@ def norm_dynamic_quantize_triton(x: NormDynamicQuantizeArguments) -> tuple[Tenso
     """``norm_dynamic_quantize`` on a GPU."""
     check_device(x.x.device)
     q, scale = x.empty_result()
-    if q.numel():
-        grid, arguments, constants = _call(x, q, scale, dynamic=True)
-        launch(_norm_quantize_kernel, grid)(*arguments, **constants)
+    _run(x, q, scale)
     return q, scale
 
 
-def _warm_up(device: torch.device, x: NormQuantizeArguments | NormDynamicQuantizeArguments) -> Any:
+def _run(x: _AnyArguments, out: Tensor, scale: Tensor | None, residual: Tensor | None = None) -> None:
+    if out.numel():
+        grid, arguments, constants = _call(x, out, scale, residual)
+        launch(_norm_kernel, grid)(*arguments, **constants)
+
+
+def _warm_up(device: torch.device, x: _AnyArguments) -> Any:
     """Compile what is launched for such arguments, which may be on "meta"; None where nothing is."""
     if not x.x.numel():
         return None
-    if isinstance(x, NormQuantizeArguments):
-        grid, arguments, constants = _call(x, x.empty_result(), x.scale, dynamic=False)
+    if isinstance(x, NormArguments):
+        grid, arguments, constants = _call(x, x.empty_result(), None, x.residual)
+    elif isinstance(x, NormQuantizeArguments):
+        grid, arguments, constants = _call(x, x.empty_result(), x.scale)
     else:
-        grid, arguments, constants = _call(x, *x.empty_result(), dynamic=True)
-    return warm_up(_norm_quantize_kernel, grid)(*arguments, **constants)
+        grid, arguments, constants = _call(x, *x.empty_result())
+    return warm_up(_norm_kernel, grid)(*arguments, **constants)
 
 
 def _call(
-    x: NormQuantizeArguments | NormDynamicQuantizeArguments, q: Tensor, scale: Tensor, *, dynamic: bool
+    x: _AnyArguments, out: Tensor, scale: Tensor | None, residual: Tensor | None = None
 ) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, arguments and constants of the launch."""
+    """Grid, arguments and constants of the launch; what is missing is represented by the result."""
     rows = rows_of(x.x)
     channels = rows.shape[1]
     block_m, block_c, warps = tile(channels)
-    weight, bias = (scale if each is None else each.contiguous() for each in (x.weight, x.bias))
-    arguments = (rows, weight, bias, q, scale, rows.shape[0], rows.stride(0), x.eps)
+    weight, bias = (out if each is None else each.contiguous() for each in (x.weight, x.bias))
+    added = out.view(rows.shape) if residual is None else rows_of(residual)
+    pointers = (rows, weight, bias, added, out, out if scale is None else scale)
     constants = {
         "C": channels,
+        "OFFSET": x.offset,
         "CENTER": x.center,
         "HAS_WEIGHT": x.weight is not None,
         "HAS_BIAS": x.bias is not None,
-        "DYNAMIC": dynamic,
+        "HAS_RESIDUAL": residual is not None,
+        "QUANTIZES": scale is not None,
+        "DYNAMIC": isinstance(x, NormDynamicQuantizeArguments),
         "MIN_SCALE": MIN_SCALE,
         "BLOCK_M": block_m,
         "BLOCK_C": block_c,
         "num_warps": warps,
     }
-    return (cdiv(rows.shape[0], block_m),), arguments, constants
+    grid = (cdiv(rows.shape[0], block_m),)
+    return grid, (*pointers, rows.shape[0], rows.stride(0), added.stride(0), x.eps), constants
 
 
 def tile(channels: int) -> tuple[int, int, int]:
@@ -242,7 +308,15 @@ def _norm_quantize_cpu(x: NormQuantizeArguments) -> Tensor:
     return norm_quantize_ref(x)
 
 
-_OF_NORM = "Tensor x, Tensor? weight, Tensor? bias, float eps, bool center"
+_OF_NORM = "Tensor x, Tensor? weight, Tensor? bias, float eps, bool center, float offset"
+NORM = declare(
+    f"norm({_OF_NORM}, Tensor? residual) -> Tensor",
+    NormArguments,
+    cpu=norm_ref,
+    cuda=norm_triton,
+    fake=NormArguments.empty_result,
+    warm_up=_warm_up,
+)
 NORM_QUANTIZE = declare(
     f"norm_quantize({_OF_NORM}, Tensor scale) -> Tensor",
     NormQuantizeArguments,

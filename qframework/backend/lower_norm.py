@@ -1,0 +1,145 @@
+"""Makes a norm a part of the quantization that reads it, and a kernel of its own where its rows are long.
+
+From, on a GPU, for many rows::
+
+    int8_linear, or an input -> layer_norm or rms_norm -> quantize, or dynamic_quantize per token
+    more than 1,024 channels -> layer_norm or rms_norm -> quantize, or dynamic_quantize per token
+    more than 1,024 channels -> layer_norm or rms_norm [-> + residual]         where no gradient is needed
+
+To::
+
+    qframework::norm_quantize or qframework::norm_dynamic_quantize, or qframework::norm
+
+Inductor computes all of these in one kernel as well, with two to five times as many instructions for the same bytes. On
+an H100 it takes 1.1 to 4.7 times as long (``other/2026-11-27-h100-norm-quantize.json``); no other chip was measured.
+What Inductor computes from other tensors is left to it, since it reads them in the same kernel, unless rows are so long
+that it does not keep them in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qframework.backend.keep_quantize import has_many_rows, is_per_token, is_written_by_int8_linear
+from qframework.backend.lowering import Lowering
+from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.norms import NormCall, norm_call
+from qframework.graph.writes import written_between
+from qframework.kernels.norm import MAX_CHANNELS
+from qframework.numerics import FLOAT_DTYPES
+
+_ours = torch.ops.qframework
+
+KEPT_CHANNELS = 1024
+"""Inductor keeps rows of so many values in registers. It reads longer ones several times."""
+
+
+def lower_norm(lowering: Lowering) -> None:
+    """Replace every such norm."""
+    gm = lowering.gm
+    replaced: set[Node] = set()  # with what only they read, as a norm that is written out is many nodes
+    for node in reversed(list(gm.graph.nodes)):
+        if node.users and replaced.issuperset(node.users):
+            replaced.add(node)
+        elif (norm := _norm_before(node)) is not None and _pays(norm) and not _is_written(norm, node):
+            replaced |= _fuse_quantize(gm, node, norm)
+        elif (norm := norm_call(node)) is not None and _pays(norm, long=True) and _is_inference(norm, node):
+            replaced |= _lower(gm, node, norm)
+    for node in reversed(list(gm.graph.nodes)):
+        if node in replaced and node.op.startswith("call"):
+            gm.graph.erase_node(node)
+
+
+def _norm_before(node: Node) -> NormCall | None:
+    """The norm that only this quantization, per token or with one given scale, reads."""
+    if node.target is _ours.quantize.default:
+        scale = fake_value(node.args[1]) if isinstance(node.args[1], Node) else None
+        fits = scale is not None and scale.numel() == 1 and argument(node, 2, "zero_point") is None
+    else:
+        fits = node.target is _ours.dynamic_quantize.default and is_per_token(node)
+    source = node.args[0] if fits else None
+    return norm_call(source) if isinstance(source, Node) and len(source.users) == 1 else None
+
+
+def _fuse_quantize(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
+    """Make a quantization and the norm before it one operator; returns what it replaces."""
+    operator, arguments = _ours.norm_dynamic_quantize.default, _arguments(norm)
+    if node.target is _ours.quantize.default:
+        operator, arguments = _ours.norm_quantize.default, (*arguments, node.args[1])
+    _replace(gm, node, operator, arguments)
+    return {node}
+
+
+def _lower(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
+    """Make a norm ``qframework::norm``, unless something writes to what that would read; returns what it replaces."""
+    residual = _residual_behind(node)
+    end = node if residual is None else next(iter(node.users))
+    others = [] if residual is None else [residual]
+    if _is_written(norm, end.next, *others):
+        return set()
+    _replace(gm, end, _ours.norm.default, (*_arguments(norm), residual))
+    return {node, end}
+
+
+def _residual_behind(norm: Node) -> Node | None:
+    """What only reader of a norm adds to it: another tensor of its shape and dtype, contiguous."""
+    (add,) = norm.users if len(norm.users) == 1 else (None,)
+    if add is None or operation(add) != "add" or argument(add, 2, "alpha", default=1) != 1:
+        return None
+    operands = [argument(add, 0, "input"), argument(add, 1, "other")]
+    other = operands[operands[0] is norm]
+    fake, total, normed = (fake_value(x) if isinstance(x, Node) else None for x in (other, add, norm))
+    if fake is None or total is None or normed is None or other is norm or not fake.is_contiguous():
+        return None
+    alike = fake.shape == normed.shape == total.shape and fake.dtype == normed.dtype == total.dtype
+    return other if alike and fake.device == normed.device else None
+
+
+def _replace(gm: GraphModule, node: Node, operator: Any, arguments: tuple[Any, ...]) -> None:
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_function(operator, arguments)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+
+
+def _arguments(norm: NormCall) -> tuple[Any, ...]:
+    return (norm.input, norm.weight, norm.bias, norm.eps, norm.center, norm.offset)
+
+
+def _is_written(norm: NormCall, end: Node, *others: Node) -> bool:
+    """Whether something before ``end`` writes to what the operator would read there."""
+    return written_between(norm.input, end, [*norm.input_nodes, *others]) is not None
+
+
+def _pays(norm: NormCall, *, long: bool = False) -> bool:
+    """Whether the norm has many rows on a GPU, which are long or, unless they have to be, come from memory."""
+    x = fake_value(norm.input)
+    if x is None or x.device.type != "cuda":
+        return False
+    channels = x.shape[-1]
+    fits = x.dtype in FLOAT_DTYPES and isinstance(channels, int) and channels <= MAX_CHANNELS and x.is_contiguous()
+    if not (fits and has_many_rows(x.shape) and all(map(_is_parameter, (norm.weight, norm.bias)))):
+        return False
+    return channels > KEPT_CHANNELS or (not long and _comes_from_memory(norm.input))
+
+
+def _comes_from_memory(x: Node) -> bool:
+    return x.op in ("placeholder", "get_attr") or is_written_by_int8_linear(x)
+
+
+def _is_inference(norm: NormCall, node: Node) -> bool:
+    """Whether the result has the input's dtype and no operand needs a gradient."""
+    operands = [fake_value(each) for each in norm.input_nodes]
+    result = fake_value(node)
+    if result is None or any(x is None or x.dtype != result.dtype for x in operands[:1]):
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands))
+
+
+def _is_parameter(node: Node | None) -> bool:
+    """Whether the operator takes it as weight or bias."""
+    fake = None if node is None else fake_value(node)
+    return node is None or (fake is not None and fake.ndim == 1 and fake.dtype in FLOAT_DTYPES)

@@ -1,0 +1,197 @@
+"""Which norms of a GPU our own kernels compute: those behind which a quantization is, and those of long rows."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from qframework.backend.lower_norm import lower_norm
+from qframework.backend.lowering import Lowering
+
+_ours = torch.ops.qframework
+MANY = (8, 1024, 64)
+
+
+def graph_of(
+    shape=MANY, *, device="cuda", dynamic=True, written_by=None, also_read=False, zero_point=False, write=False
+):
+    """A norm of an input, or of the result of ``written_by``, and its quantization."""
+    graph = fx.Graph()
+    names = ("x", "weight", "bias", "scale", "zero_point")
+    x, weight, bias, scale, point = map(graph.placeholder, names)
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(shape, device=device, dtype=torch.float16)
+        weight.meta["val"] = bias.meta["val"] = torch.empty(shape[-1], device=device, dtype=torch.float16)
+        scale.meta["val"] = torch.empty(1, device=device)
+        point.meta["val"] = torch.empty(1, device=device, dtype=torch.int32)
+    source = x
+    if written_by is not None:
+        source = graph.call_function(written_by, (x,))
+        source.meta["val"] = x.meta["val"]
+    normed = graph.call_function(F.layer_norm, (source, (shape[-1],), weight, bias, 1e-6))
+    normed.meta["val"] = x.meta["val"]
+    if write:
+        graph.call_method("zero_", (x,)).meta["val"] = x.meta["val"]
+    if dynamic:
+        quantized = graph.call_function(_ours.dynamic_quantize.default, (normed, "per_token"))
+    else:
+        arguments = (normed, scale, point) if zero_point else (normed, scale)
+        quantized = graph.call_function(_ours.quantize.default, arguments)
+    graph.output((quantized, normed) if also_read else quantized)
+    gm = fx.GraphModule(nn.Module(), graph)
+    lower_norm(Lowering.of(gm))
+    gm.graph.lint()
+    return [node for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def targets(**case):
+    return [node.target for node in graph_of(**case)]
+
+
+def test_scales_per_token():
+    (fused,) = graph_of()
+    assert fused.target is _ours.norm_dynamic_quantize.default
+    assert [str(each) for each in fused.args] == ["x", "weight", "bias", "1e-06", "True", "0.0"]
+
+
+def test_a_static_scale():
+    (fused,) = graph_of(dynamic=False)
+    assert fused.target is _ours.norm_quantize.default
+    assert [str(each) for each in fused.args] == ["x", "weight", "bias", "1e-06", "True", "0.0", "scale"]
+
+
+def test_the_result_of_an_int8_layer():
+    assert targets(written_by=_ours.int8_linear.default)[1:] == [_ours.norm_dynamic_quantize.default]
+
+
+LEFT = {
+    "on the CPU": {"device": "cpu"},
+    "few rows": {"shape": (1, 197, 64)},
+    "long rows": {"shape": (8, 1024, 9000)},
+    "what Inductor computes": {"written_by": torch.relu},  # it reads the operand in the same kernel
+    "read by others": {"also_read": True},
+    "a zero point": {"dynamic": False, "zero_point": True},
+    "an input that is written": {"write": True},
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_to_inductor(name):
+    found = targets(**LEFT[name])
+    assert F.layer_norm in found
+    assert not {_ours.norm_quantize.default, _ours.norm_dynamic_quantize.default} & set(found)
+
+
+LONG = 1152
+
+
+class Sandwich(nn.Module):
+    """Llama's and Gemma's norms: a norm of what is added to a norm, and one that is read twice."""
+
+    def forward(self, x, residual, weight):
+        total = residual + self.norm(x, weight)
+        normed = weight * self.root(total.float()).to(x.dtype)
+        return total, normed + 1, normed * 2
+
+    def norm(self, x, weight):
+        return (self.root(x.float()) * (1.0 + weight.float())).type_as(x)
+
+    def root(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Recorded(fx.Interpreter):
+    """Runs a graph and records what its nodes return."""
+
+    def run_node(self, node):
+        node.meta["val"] = super().run_node(node)
+        return node.meta["val"]
+
+
+def lowered(form, shape=(8, 1024, LONG), *, device="cuda", grad=False):
+    """The calls in the lowered graph of ``form(x, residual, weight)``."""
+    gm = fx.symbolic_trace(form if isinstance(form, nn.Module) else Form(form))
+    with FakeTensorMode(), torch.set_grad_enabled(grad):
+        of = functools.partial(torch.empty, device=device, dtype=torch.float16, requires_grad=grad)
+        Recorded(gm).run(of(shape), of(shape), of(shape[-1:]))
+        lower_norm(Lowering.of(gm))
+    gm.graph.lint()
+    return [node for node in gm.graph.nodes if node.op.startswith("call")]
+
+
+class Form(nn.Module):
+    def __init__(self, form) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x, residual, weight):
+        return self.form(x, residual, weight)
+
+
+def test_long_rows_of_float_models():
+    nodes = lowered(Sandwich())
+    (first, total), (second, normed) = ((node, node.args) for node in nodes if node.target is _ours.norm.default)
+    assert [str(each) for each in total] == ["x", "weight", "None", "1e-06", "False", "1.0", "residual"]
+    assert normed[0] is first
+    assert [str(each) for each in normed[1:]] == ["weight", "None", "1e-06", "False", "0.0", "None"]
+    assert len(nodes) == 4  # nothing is left of the norms but what reads the second
+    assert {node.op for node in second.users} == {"call_function"}
+
+
+LONG_ROWS = {
+    "layer norm": lambda x, residual, weight: F.layer_norm(x, (LONG,), weight, None, 1e-5),
+    "rms norm": lambda x, residual, weight: F.rms_norm(x, (LONG,), weight),
+    "of what Inductor computes": lambda x, residual, weight: F.rms_norm(x * 2, (LONG,), weight),
+    "read twice": lambda x, residual, weight: (y := F.rms_norm(x, (LONG,), weight), y + 1),
+}
+
+
+@pytest.mark.parametrize("name", LONG_ROWS)
+def test_norms_of_long_rows(name):
+    targets = [node.target for node in lowered(LONG_ROWS[name])]
+    assert targets.count(_ours.norm.default) == 1
+    assert not {F.layer_norm, F.rms_norm} & set(targets)
+
+
+OTHERS = {
+    "short rows": {"shape": (8, 1024, 1024)},
+    "few rows": {"shape": (1, 197, LONG)},
+    "too long rows": {"shape": (8, 1024, 9000)},
+    "on the CPU": {"device": "cpu"},
+    "with gradients": {"grad": True},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_float_norms_that_are_left(name):
+    shape = OTHERS[name].get("shape", (LONG,))
+    nodes = lowered(lambda x, residual, weight: F.rms_norm(x, shape[-1:], weight), **OTHERS[name])
+    assert [node.target for node in nodes] == [F.rms_norm]
+
+
+def test_a_residual_that_broadcasts_is_added_by_inductor():
+    nodes = lowered(lambda x, residual, weight: F.rms_norm(x, (LONG,), weight) + residual[:1])
+    (norm,) = (node for node in nodes if node.target is _ours.norm.default)
+    assert norm.args[-1] is None
+
+
+def test_a_residual_that_is_written_in_between():
+    def form(x, residual, weight):
+        y = F.rms_norm(x, (LONG,), weight)
+        x.zero_()
+        return y + residual
+
+    assert _ours.norm.default not in [node.target for node in lowered(form)]
+
+
+def test_long_rows_are_quantized_whatever_computes_them():
+    def form(x, residual, weight):
+        return _ours.dynamic_quantize.default(F.rms_norm(x + residual, (LONG,), weight), "per_token")
+
+    nodes = lowered(form)
+    assert _ours.norm_dynamic_quantize.default in [node.target for node in nodes]
