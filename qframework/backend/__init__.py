@@ -23,8 +23,9 @@ def __getattr__(name: str) -> Any:
     if name != "qframework_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
     import qframework.compat.inductor  # noqa: F401
-    from qframework.backend.compile import qframework_backend
+    from qframework.backend.compile import qframework_backend, watch_skipped_code
     from qframework.backend.warm_up import prepare_triton
 
     prepare_triton()
+    watch_skipped_code()
     return qframework_backend

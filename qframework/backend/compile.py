@@ -19,10 +19,12 @@ from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
+from qframework.backend.uncaptured import note_on
 from qframework.backend.warm_up import warm_up
 from qframework.backend.zero_points import left_out, zero_points_of
 from qframework.compat.dispatch import below_autograd
-from qframework.compat.dynamo import check_hints
+from qframework.compat.dynamo import arguments_of, check_hints
+from qframework.compat.graph_breaks import GraphBreak, break_behind, when_skipped
 from qframework.fallbacks import Fallbacks
 from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
 from qframework.kernels.linear.cpu import cpu_implementation
@@ -36,6 +38,8 @@ fallbacks = Fallbacks()
 _warned: set[str] = set()
 _DERIVATIVES = "its graph computes derivatives (torch.func.grad or jvp, forward mode), and INT8 operators have none"
 _HIGHER_ORDER = "a higher-order operator holds it: torch.cond, a loop, activation checkpointing"
+SKIPPED = "torch.compile skips code that it cannot capture"
+_stop_watching: Callable[[], None] = lambda: None  # noqa: E731
 # Inductor checks strides and alignment of every argument of every repeated block at each call. Dynamo's guards already
 # check the inputs, and tests our operators.
 _WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
@@ -126,6 +130,8 @@ def qframework_backend(
 
     register_call_sites()
     settings = parse_options(mode, options)
+    watch_skipped_code()
+    _note_skipped(break_behind(gm), settings)
     release_prepared_models()
     zero_points = zero_points_of(gm)
     lowering = Lowering.of(gm, example_inputs, settings)
@@ -191,6 +197,24 @@ def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args)
 
     return run
+
+
+def watch_skipped_code() -> None:
+    """Log and count functions that Dynamo skips as a whole, for which it never calls a backend."""
+    global _stop_watching
+    _stop_watching()  # anew, since torch._dynamo.reset() ends it
+    _stop_watching = when_skipped(_note_skipped_function)
+
+
+def _note_skipped_function(skipped: GraphBreak, backend: Any) -> None:
+    arguments = arguments_of(backend, "qframework")
+    if arguments is not None:
+        _note_skipped(skipped, parse_options(**arguments))
+
+
+def _note_skipped(skipped: GraphBreak | None, options: BackendOptions) -> None:
+    if skipped is not None and skipped.skipped and options.linear != "off":
+        fallbacks.note(SKIPPED, f"{note_on(skipped)} qframework.explain lists them")
 
 
 def _note_slow_products(report: Report) -> None:

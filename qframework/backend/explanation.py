@@ -13,7 +13,9 @@ from qframework.arguments import as_call, check_module
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
+from qframework.backend.uncaptured import layers_outside, notes_on, tensors_of, with_names_of
 from qframework.compat.dynamo import backend_arguments, original_module
+from qframework.compat.graph_breaks import GraphBreak, break_behind, recorded_breaks
 from qframework.errors import QFrameworkError
 
 
@@ -46,21 +48,29 @@ def explain(
     if isinstance(original, GraphModule) and chosen.linear == "off":
         return Report(lower(copy.deepcopy(original), (), chosen))
     layers: list[LayerReport] = []
+    between: list[GraphBreak | None] = []
+    captured: set[int] = set()
 
     def report_only(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         # Lowers a copy: the original graph runs in float, so that later graphs see real inputs.
-        layers.extend(lower(copy.deepcopy(gm), example_inputs, chosen))
+        found = lower(copy.deepcopy(gm), example_inputs, chosen)
+        layers.extend(with_names_of(original, gm, example_inputs, found))
+        between.append(break_behind(gm))
+        captured.update(tensors_of(gm, example_inputs))
         return gm.forward
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), recorded_breaks() as breaks:
             torch.compile(original, backend=report_only)(*args, **kwargs)
     except TypeError as error:
         raise QFrameworkError(
             f"explain: inputs must be the model's input, a tuple of inputs, or a dict of keyword inputs, got "
             f"{inputs!r:.60}: {error}"
         ) from error
-    return Report(layers)
+    breaks = [*filter(None, between), *breaks]
+    if breaks or not between:
+        layers += layers_outside(original, captured, wanted=chosen.linear != "off")
+    return Report(layers, notes_on(breaks, graphs=len(between)))
 
 
 def _options_of(compiled: Any, mode: str | None, options: Mapping[str, Any] | None) -> BackendOptions:

@@ -114,8 +114,13 @@ def is_compiled(model: Any) -> bool:
 @explained()
 def backend_arguments(compiled: Any, name: str) -> dict[str, Any] | None:
     """``mode=`` and ``options=`` of a compiled module; None if its backend is not called ``name``."""
+    return arguments_of(compiled.dynamo_ctx.callback, name)  # Dynamo's own, which wraps that of torch.compile
+
+
+@explained()
+def arguments_of(callback: Any, name: str) -> dict[str, Any] | None:
+    """``mode=`` and ``options=`` of a callback of Dynamo; None if its backend is not called ``name``."""
     found = []
-    callback = compiled.dynamo_ctx.callback  # Dynamo's own, which wraps that of torch.compile
     while callback is not None:
         found.append(callback)
         callback = getattr(callback, "_torchdynamo_orig_backend", None)

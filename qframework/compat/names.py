@@ -62,6 +62,8 @@ _DIFFUSERS = "models of diffusers cannot be quantized while they are loaded (QFr
 _COMPILED = "a compiled model cannot be distinguished from the model itself"
 _TRITON_LAUNCH = "Triton kernels cannot be launched"
 _EXPLAIN = "explain cannot find a compiled model's options"
+_SKIPS = "explain and the log cannot tell which code Dynamo skips, or why"
+_UNTOLD = "layers in it run in float, and nothing says so"
 _NO_CPP = "the C++ compiler of Inductor is unknown"
 _ANNOTATE = "QFrameworkQuantizer cannot annotate a graph"
 _SUBCLASS = "compiled INT8 training cannot pass gradients in blocks from one layer to the next"
@@ -250,6 +252,16 @@ _ROWS = (
         )
         for name in ("tensor_dict", "_dynamo_static_input_type")
     ),
+    # graph_breaks.py
+    Name("torch._dynamo.callback.callback_handler", _SKIPS),
+    Name("torch._dynamo.callback.callback_handler.end_callbacks", _SKIPS),
+    Name("torch._dynamo.callback.callback_handler.register_end_callback", _SKIPS),
+    Name("torch._dynamo.callback.callback_handler.remove_end_callback", _SKIPS),
+    Name("torch._dynamo.utils.counters", _SKIPS),
+    Name("compile_subgraph_reason", _SKIPS, _UNTOLD, source="torch._dynamo.output_graph"),
+    Name("unimplemented", _SKIPS, _UNTOLD, source="torch._dynamo.exc"),
+    Name("real_stack", _SKIPS, _UNTOLD, source="torch._dynamo.exc"),
+    Name("compiler_fn", _SKIPS, _UNTOLD, source="torch._dynamo.convert_frame"),
     # call_sites.py
     Name("torch._inductor.ir.FallbackKernel", _NO_SITES, _DISPATCHED),
     Name("torch._inductor.ir.IRNode", _NO_SITES, _DISPATCHED),

@@ -249,7 +249,7 @@ def layer_name(node: Node) -> str:
             return cleaned
     call = linear_call(node)
     for operand in (call.bias, call.weight) if call else ():
-        if isinstance(operand, Node) and (name := _state_path(operand)):
+        if isinstance(operand, Node) and (name := _owner_path(operand)):
             return name
     is_sdpa = operation(node) == "scaled_dot_product_attention"
     return "scaled_dot_product_attention" if is_sdpa else node.name
@@ -266,15 +266,19 @@ def _clean_path(path: str) -> str:
     return ".".join(parts)
 
 
-def _state_path(node: Node) -> str | None:
-    """``blocks.0.mlp.fc1`` from the placeholder or attribute of its bias or weight."""
+def state_path(node: Node) -> str | None:
+    """``blocks.0.mlp.fc1.weight``, the path of a parameter or buffer in its module; None for any other node."""
     if node.op == "get_attr":
-        path = str(node.target)
-    else:
-        name = source_name(node)
-        if name is None:
-            return None
-        path = _clean_path(name)
+        return str(node.target)
+    name = source_name(node)
+    return None if name is None else _clean_path(name)
+
+
+def _owner_path(node: Node) -> str | None:
+    """``blocks.0.mlp.fc1`` from the placeholder or attribute of its bias or weight."""
+    path = state_path(node)
+    if path is None:
+        return None
     owner, _, leaf = path.rpartition(".")
     if leaf in ("in_proj_weight", "in_proj_bias"):  # nn.MultiheadAttention's own parameters
         return f"{owner}.in_proj" if owner else "in_proj"
