@@ -1,19 +1,18 @@
-"""Makes a norm a part of the quantization that reads it, and a kernel of its own where its rows are long.
+"""Makes a norm a part of the quantization that reads it; some norms of float models get a kernel of their own.
 
 From, on a GPU, for many rows::
 
     int8_linear, or an input -> layer_norm or rms_norm -> quantize, or dynamic_quantize per token
-    more than 1,024 channels -> layer_norm or rms_norm -> quantize, or dynamic_quantize per token
-    more than 1,024 channels -> layer_norm or rms_norm [-> + residual]         where no gradient is needed
+    int8_linear, linear, or an input -> layer_norm, or rms_norm + residual        long rows; where no gradient is needed
 
 To::
 
     qframework::norm_quantize or qframework::norm_dynamic_quantize, or qframework::norm
 
-Inductor computes all of these in one kernel as well, with two to five times as many instructions for the same bytes. On
-an H100 it takes 1.1 to 4.7 times as long (``other/2026-11-27-h100-norm-quantize.json``); no other chip was measured.
-What Inductor computes from other tensors is left to it, since it reads them in the same kernel, unless rows are so long
-that it does not keep them in registers.
+Inductor computes these in one kernel as well, with two to five times as many instructions for the same bytes: on an
+H100 it takes 1.1 to 4.7 times as long before a quantization (``other/2026-11-27-h100-norm-quantize.json``) and 1.0 to
+2.0 times elsewhere (``other/2026-11-27-h100-norms.json``); no other chip was measured. What Inductor computes from
+other tensors is left to it, since it reads them in the same kernel, but for rows that it computes badly.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.keep_quantize import has_many_rows, is_per_token, is_written_by_int8_linear
 from qframework.backend.lowering import Lowering
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.nodes import argument, fake_value, linear_call, operation
 from qframework.graph.norms import NormCall, norm_call
 from qframework.graph.writes import written_between
 from qframework.kernels.norm import MAX_CHANNELS
@@ -33,8 +32,10 @@ from qframework.numerics import FLOAT_DTYPES
 
 _ours = torch.ops.qframework
 
-KEPT_CHANNELS = 1024
-"""Inductor keeps rows of so many values in registers. It reads longer ones several times."""
+LONG_ROWS = range(1025, 3072)
+"""Channels of which Inductor neither keeps a row in registers nor fills the 2,048 lanes of its loops.
+
+There a kernel of ours is faster even where Inductor computes the input, or the next norm, in the same kernel."""
 
 
 def lower_norm(lowering: Lowering) -> None:
@@ -46,7 +47,7 @@ def lower_norm(lowering: Lowering) -> None:
             replaced.add(node)
         elif (norm := _norm_before(node)) is not None and _pays(norm) and not _is_written(norm, node):
             replaced |= _fuse_quantize(gm, node, norm)
-        elif (norm := norm_call(node)) is not None and _pays(norm, long=True) and _is_inference(norm, node):
+        elif (norm := norm_call(node)) is not None and _is_possible(norm) and _is_inference(norm, node):
             replaced |= _lower(gm, node, norm)
     for node in reversed(list(gm.graph.nodes)):
         if node in replaced and node.op.startswith("call"):
@@ -74,11 +75,13 @@ def _fuse_quantize(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
 
 
 def _lower(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
-    """Make a norm ``qframework::norm``, unless something writes to what that would read; returns what it replaces."""
+    """Make a norm ``qframework::norm`` where that pays; returns what it replaces."""
     residual = _residual_behind(node)
     end = node if residual is None else next(iter(node.users))
     others = [] if residual is None else [residual]
-    if _is_written(norm, end.next, *others):
+    channels = _channels(norm)
+    pays = channels >= LONG_ROWS.start and norm.center if residual is None else channels in LONG_ROWS
+    if not pays or not _comes_from_memory(norm.input) or _is_written(norm, end.next, *others):
         return set()
     _replace(gm, end, _ours.norm.default, (*_arguments(norm), residual))
     return {node, end}
@@ -114,20 +117,30 @@ def _is_written(norm: NormCall, end: Node, *others: Node) -> bool:
     return written_between(norm.input, end, [*norm.input_nodes, *others]) is not None
 
 
-def _pays(norm: NormCall, *, long: bool = False) -> bool:
-    """Whether the norm has many rows on a GPU, which are long or, unless they have to be, come from memory."""
+def _pays(norm: NormCall) -> bool:
+    """Whether one kernel for the norm and the quantization behind it is faster than Inductor's."""
+    return _is_possible(norm) and (_comes_from_memory(norm.input) or _channels(norm) in LONG_ROWS)
+
+
+def _is_possible(norm: NormCall) -> bool:
+    """Whether the operators take the norm, of many rows on a GPU."""
     x = fake_value(norm.input)
-    if x is None or x.device.type != "cuda":
+    if x is None or x.device.type != "cuda" or not has_many_rows(x.shape):
         return False
-    channels = x.shape[-1]
-    fits = x.dtype in FLOAT_DTYPES and isinstance(channels, int) and channels <= MAX_CHANNELS and x.is_contiguous()
-    if not (fits and has_many_rows(x.shape) and all(map(_is_parameter, (norm.weight, norm.bias)))):
-        return False
-    return channels > KEPT_CHANNELS or (not long and _comes_from_memory(norm.input))
+    fits = x.dtype in FLOAT_DTYPES and x.is_contiguous() and 0 < _channels(norm) <= MAX_CHANNELS
+    return fits and all(map(_is_parameter, (norm.weight, norm.bias)))
+
+
+def _channels(norm: NormCall) -> int:
+    """0 if unknown."""
+    x = fake_value(norm.input)
+    return x.shape[-1] if x is not None and isinstance(x.shape[-1], int) else 0
 
 
 def _comes_from_memory(x: Node) -> bool:
-    return x.op in ("placeholder", "get_attr") or is_written_by_int8_linear(x)
+    """Whether no kernel of Inductor computes ``x``."""
+    written = is_written_by_int8_linear(x) or linear_call(x) is not None
+    return written or x.op in ("placeholder", "get_attr") or x.target is _ours.norm.default
 
 
 def _is_inference(norm: NormCall, node: Node) -> bool:

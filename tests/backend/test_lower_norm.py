@@ -133,27 +133,25 @@ class Form(nn.Module):
         return self.form(x, residual, weight)
 
 
-def test_long_rows_of_float_models():
+def test_a_norm_with_a_residual_behind():
     nodes = lowered(Sandwich())
-    (first, total), (second, normed) = ((node, node.args) for node in nodes if node.target is _ours.norm.default)
-    assert [str(each) for each in total] == ["x", "weight", "None", "1e-06", "False", "1.0", "residual"]
-    assert normed[0] is first
-    assert [str(each) for each in normed[1:]] == ["weight", "None", "1e-06", "False", "0.0", "None"]
-    assert len(nodes) == 4  # nothing is left of the norms but what reads the second
-    assert {node.op for node in second.users} == {"call_function"}
+    (norm,) = (node for node in nodes if node.target is _ours.norm.default)
+    assert [str(each) for each in norm.args] == ["x", "weight", "None", "1e-06", "False", "1.0", "residual"]
+    assert [node.target for node in nodes].count(torch.rsqrt) == 1  # of the second, in the same kernel as its readers
 
 
 LONG_ROWS = {
     "layer norm": lambda x, residual, weight: F.layer_norm(x, (LONG,), weight, None, 1e-5),
-    "rms norm": lambda x, residual, weight: F.rms_norm(x, (LONG,), weight),
-    "of what Inductor computes": lambda x, residual, weight: F.rms_norm(x * 2, (LONG,), weight),
-    "read twice": lambda x, residual, weight: (y := F.rms_norm(x, (LONG,), weight), y + 1),
+    "read twice": lambda x, residual, weight: (y := F.layer_norm(x, (LONG,), weight), y + 1),
+    "of a linear": lambda x, residual, weight: F.layer_norm(F.linear(x, residual[0, :LONG]), (LONG,), weight),
+    "rms norm and residual": lambda x, residual, weight: residual + F.rms_norm(x, (LONG,), weight),
 }
 
 
 @pytest.mark.parametrize("name", LONG_ROWS)
 def test_norms_of_long_rows(name):
-    targets = [node.target for node in lowered(LONG_ROWS[name])]
+    shape = (8, 1152, LONG)
+    targets = [node.target for node in lowered(LONG_ROWS[name], shape)]
     assert targets.count(_ours.norm.default) == 1
     assert not {F.layer_norm, F.rms_norm} & set(targets)
 
@@ -169,29 +167,40 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_float_norms_that_are_left(name):
-    shape = OTHERS[name].get("shape", (LONG,))
-    nodes = lowered(lambda x, residual, weight: F.rms_norm(x, shape[-1:], weight), **OTHERS[name])
-    assert [node.target for node in nodes] == [F.rms_norm]
+    channels = OTHERS[name].get("shape", (LONG,))[-1]
+    nodes = lowered(lambda x, residual, weight: F.layer_norm(x, (channels,), weight), **OTHERS[name])
+    assert [node.target for node in nodes] == [F.layer_norm]
+
+
+def test_what_inductor_computes_as_fast():
+    """A sum and its norm, an RMSNorm alone, and a norm between sums of longer rows."""
+    assert F.layer_norm in calls(lambda x, residual, weight: F.layer_norm(x + residual, (LONG,), weight))
+    assert F.rms_norm in calls(lambda x, residual, weight: F.rms_norm(x, (LONG,), weight))
+    assert F.rms_norm in calls(lambda x, residual, weight: residual + F.rms_norm(x, (4096,), weight), (8, 1024, 4096))
+
+
+def calls(form, shape=(8, 1024, LONG)):
+    return [node.target for node in lowered(form, shape)]
 
 
 def test_a_residual_that_broadcasts_is_added_by_inductor():
-    nodes = lowered(lambda x, residual, weight: F.rms_norm(x, (LONG,), weight) + residual[:1])
+    nodes = lowered(lambda x, residual, weight: F.layer_norm(x, (LONG,), weight) + residual[:1])
     (norm,) = (node for node in nodes if node.target is _ours.norm.default)
     assert norm.args[-1] is None
 
 
 def test_a_residual_that_is_written_in_between():
     def form(x, residual, weight):
-        y = F.rms_norm(x, (LONG,), weight)
+        y = F.layer_norm(x, (LONG,), weight)
         x.zero_()
         return y + residual
 
-    assert _ours.norm.default not in [node.target for node in lowered(form)]
+    assert _ours.norm.default not in calls(form)
 
 
-def test_long_rows_are_quantized_whatever_computes_them():
+@pytest.mark.parametrize(("channels", "fused"), [(LONG, True), (4096, False), (1024, False)])
+def test_what_inductor_computes_before_a_quantization(channels, fused):
     def form(x, residual, weight):
-        return _ours.dynamic_quantize.default(F.rms_norm(x + residual, (LONG,), weight), "per_token")
+        return _ours.dynamic_quantize.default(F.rms_norm(x + residual, (channels,), weight), "per_token")
 
-    nodes = lowered(form)
-    assert _ours.norm_dynamic_quantize.default in [node.target for node in nodes]
+    assert (_ours.norm_dynamic_quantize.default in calls(form, (8, 1024, channels))) == fused
