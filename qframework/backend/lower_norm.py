@@ -32,10 +32,12 @@ from qframework.numerics import FLOAT_DTYPES
 
 _ours = torch.ops.qframework
 
-LONG_ROWS = range(1025, 3072)
+LONG_ROWS = range(1025, 2560)
 """Channels of which Inductor neither keeps a row in registers nor fills the 2,048 lanes of its loops.
 
-There a kernel of ours is faster even where Inductor computes the input, or the next norm, in the same kernel."""
+There a kernel of ours is faster even where Inductor computes the input in the same kernel, or would compute a norm, a
+sum, and the norm that is quantized in one."""
+_BEFORE_A_FLOAT_NORM = range(1025, 1600)  # likewise, with a norm behind the sum that is not quantized
 
 
 def lower_norm(lowering: Lowering) -> None:
@@ -79,12 +81,20 @@ def _lower(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
     residual = _residual_behind(node)
     end = node if residual is None else next(iter(node.users))
     others = [] if residual is None else [residual]
-    channels = _channels(norm)
-    pays = channels >= LONG_ROWS.start and norm.center if residual is None else channels in LONG_ROWS
+    if residual is None:
+        pays = norm.center and _channels(norm) >= LONG_ROWS.start
+    else:
+        pays = _channels(norm) in (LONG_ROWS if _is_quantized(end) else _BEFORE_A_FLOAT_NORM)
     if not pays or not _comes_from_memory(norm.input) or _is_written(norm, end.next, *others):
         return set()
     _replace(gm, end, _ours.norm.default, (*_arguments(norm), residual))
     return {node, end}
+
+
+def _is_quantized(total: Node) -> bool:
+    """Whether a norm of ``total`` was made one operator with its quantization, as they are in the reverse order."""
+    operators = (_ours.norm_quantize.default, _ours.norm_dynamic_quantize.default)
+    return any(user.target in operators for user in total.users)
 
 
 def _residual_behind(norm: Node) -> Node | None:

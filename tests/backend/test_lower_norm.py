@@ -176,7 +176,17 @@ def test_what_inductor_computes_as_fast():
     """A sum and its norm, an RMSNorm alone, and a norm between sums of longer rows."""
     assert F.layer_norm in calls(lambda x, residual, weight: F.layer_norm(x + residual, (LONG,), weight))
     assert F.rms_norm in calls(lambda x, residual, weight: F.rms_norm(x, (LONG,), weight))
-    assert F.rms_norm in calls(lambda x, residual, weight: residual + F.rms_norm(x, (4096,), weight), (8, 1024, 4096))
+    assert F.rms_norm in calls(lambda x, residual, weight: residual + F.rms_norm(x, (2048,), weight), (8, 1024, 2048))
+
+
+@pytest.mark.parametrize(("channels", "lowered"), [(LONG, True), (2304, True), (4096, False)])
+def test_a_residual_between_a_norm_and_one_that_is_quantized(channels, lowered):
+    def form(x, residual, weight):
+        total = residual + F.rms_norm(x, (channels,), weight)
+        return total, _ours.dynamic_quantize.default(F.rms_norm(total, (channels,), weight), "per_token")
+
+    found = calls(form, (8, 1024, channels))
+    assert {_ours.norm.default in found, _ours.norm_dynamic_quantize.default in found} == {lowered}
 
 
 def calls(form, shape=(8, 1024, LONG)):
@@ -198,7 +208,7 @@ def test_a_residual_that_is_written_in_between():
     assert _ours.norm.default not in calls(form)
 
 
-@pytest.mark.parametrize(("channels", "fused"), [(LONG, True), (4096, False), (1024, False)])
+@pytest.mark.parametrize(("channels", "fused"), [(LONG, True), (2560, False), (1024, False)])
 def test_what_inductor_computes_before_a_quantization(channels, fused):
     def form(x, residual, weight):
         return _ours.dynamic_quantize.default(F.rms_norm(x + residual, (channels,), weight), "per_token")
