@@ -46,6 +46,7 @@ NEEDS_GRADIENTS = {
     for option in _BY_DEVICE
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
+SINKS = "it has sinks, with which no kernel was measured. Use 'sage' or the name of a variant to quantize it"
 
 _FEW_TOKENS = 32  # queries and keys up to which products and a softmax of odd heads were faster than a fused kernel
 
@@ -154,6 +155,8 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
         return reason
     if option != "auto":
         return None
+    if call.sinks is not None:
+        return SINKS
     return FASTER_EXACT if _pytorch_is_faster(call) else _reason_of_shape(call)
 
 

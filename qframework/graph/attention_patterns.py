@@ -2,26 +2,28 @@
 
     q [* s] ──┐
     k [* s].T ┴> matmul -> [* s] -> [+ bias] -> [views] -> [+ mask] -> softmax -> [dropout] -> matmul -> ...
-                                                            v ───────────────────────────────────┘
+                                                                                       v ────────┘
 
 Steps in brackets are optional and may come in any order and number. Scaling by a number becomes the operator's
 ``scale``; scaling by a tensor that is the same for all keys (Swin V2's logit scale) is applied to the query; every
-summand keeps the shape in which it is added.
+summand keeps the shape in which it is added. The maximum of a row may be subtracted. Sinks (GPT-OSS), one logit of
+each row that is appended before the softmax and whose weight is dropped behind it, are an operand of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
 
 from qframework.compat.operators import ASSERT_METADATA
 from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation
-from qframework.graph.shapes import same
+from qframework.graph.selections import Selection, keeps_dimension, selection
+from qframework.graph.shapes import same, same_shape
 from qframework.numerics import FLOAT_DTYPES
 
 # Operations that keep the values: casts to a dtype of _FLOATS, copies, and views of the same elements.
@@ -30,6 +32,8 @@ COPIES = {"contiguous", "clone", "alias"}
 VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "unsqueeze", "squeeze"}
 
 _FLOATS = {*FLOAT_DTYPES, torch.float64}
+
+Found = TypeVar("Found")
 
 # A logit this low gets no weight beside any other, so that filling with it and adding it are equivalent.
 NO_WEIGHT = -1e4
@@ -41,6 +45,10 @@ class NotAttention(Exception):
 
 class Refused(Exception):
     """Attention that the operator cannot compute; the message is the reason."""
+
+
+class Unrecognized(Refused):
+    """Products around a softmax that may be attention, with unknown operations behind the softmax."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class AttentionCall:
     is_causal: bool = False
     enable_gqa: bool = False
     between: list[Node] = field(default_factory=list)  # the nodes that are replaced, from the first product to ``end``
+    sinks: Node | None = None  # logits of shape (..., Nq, 1) that take weight from the keys
     first: Node | None = None  # the first node that reads an operand, ``end`` where None
 
 
@@ -133,21 +142,45 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
     if argument(softmax, 1, "dim") not in (-1, len(shape_of(softmax)) - 1):
         return None  # not over keys
     try:
-        end, weights = _weighted_sum(softmax)
+        weighted = _tried(_weighted_sum, softmax)
         logits = _Logits.trace(argument(softmax, 0, "input", "self"), 1.0)
     except NotAttention:
         return None
-    if not same(shape_of(softmax)[-1], logits.shape[-1]):
-        raise Refused(f"its softmax must be over the {logits.shape[-1]} logits of a row, got {shape_of(softmax)[-1]}")
+    if isinstance(weighted, Refused):
+        raise weighted
+    end, weights = weighted
+    _check_keys(logits, weights)
+    own = {*logits.nodes, *weights}
     for node in (*logits.nodes, *weights):
-        _require_private(node)
+        _require_private(node, own)
     (query, query_factor, query_reader), (key, key_factor, key_reader) = _unscaled(logits.a), _unscaled(logits.b)
     return AttentionCall(
         end, query, key, argument(end, 1, "other", "mat2"), logits.shape, shape_of(weights[-1]),
         key_is_transposed=True, summands=logits.summands, row_factors=logits.row_factors,
         scale=logits.factor * query_factor * key_factor, between=[*logits.nodes, *weights, end],
+        sinks=logits.sinks,
         first=min(reader for reader in (query_reader, key_reader, logits.nodes[0]) if reader is not None),
     )  # fmt: skip
+
+
+def _tried(find: Callable[[Node], Found], node: Node) -> Found | Refused:
+    """What ``find`` gives for a node, or with which reason it refuses it."""
+    try:
+        return find(node)
+    except Refused as refusal:
+        return refusal
+
+
+def _check_keys(logits: _Logits, weights: list[Node]) -> None:
+    """Raise Refused unless the softmax is over all logits of a row, and only the weights of sinks are dropped."""
+    keys, over = logits.shape[-1], shape_of(weights[0])[-1]
+    if not same(over, keys if logits.sinks is None else keys + 1):
+        raise Refused(f"its softmax must be over the {keys} logits of a row, got {over}")
+    dropping = [selected for node in weights if (selected := _dropped_weights(node)) is not None]
+    if not (same(shape_of(weights[-1])[-1], keys) and len(dropping) == (logits.sinks is not None)):
+        raise Refused("its weights of all keys, and of no sinks, must be multiplied with the values")
+    if any(selected.start != 0 for selected in dropping):
+        raise Refused("the weights of its sinks must be the last of a row")
 
 
 def shape_of(node: Any) -> torch.Size:
@@ -176,9 +209,10 @@ def is_assertion(node: Node) -> bool:
     return node.target is ASSERT_METADATA
 
 
-def _require_private(node: Node) -> None:
+def _require_private(node: Node, own: set[Node]) -> None:
+    """Raise Refused if others read a node too; a row's maximum, which belongs to ``own``, is a second reader."""
     readers = users(node)
-    if len(readers) > 1:
+    if len(readers) > 1 and not own.issuperset(readers):
         raise Refused(f"its {node.name} has other readers too: {', '.join(user.name for user in readers)}")
 
 
@@ -192,6 +226,8 @@ def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
             return products[0], path
         onward = [user for user in readers if _hands_on(user, node)]
         if not onward:
+            if steps := _steps_to_product(node, 4):
+                raise Unrecognized(f"its weights pass through {steps[0]}, which the operator does not compute")
             raise NotAttention
         node = onward[0]
         if operation(node) == "dropout" and not is_inactive_dropout(node):
@@ -200,7 +236,30 @@ def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
 
 
 def _hands_on(node: Node, value: Node) -> bool:
-    return (_keeps_numbers(node) or operation(node) == "dropout") and argument(node, 0, "input", "self") is value
+    passes = _keeps_numbers(node) or operation(node) == "dropout" or _dropped_weights(node) is not None
+    return passes and argument(node, 0, "input", "self") is value
+
+
+def _dropped_weights(node: Node) -> Selection | None:
+    """The selection of some keys, if ``node`` is one along the last dimension."""
+    selected = selection(node)
+    if selected is None or not keeps_dimension(node, selected):
+        return None
+    return selected if selected.dim == len(shape_of(selected.source)) - 1 else None
+
+
+def _steps_to_product(node: Node, depth: int) -> list[str]:
+    """The operations from a value to a product whose first operand they compute, none if there is no such product."""
+    for user in users(node) if depth else ():
+        name = operation(user)
+        if name is None or name in ("linear", "layer_norm", "softmax"):
+            continue
+        if (operands := product_operands(user)) is not None:
+            if operands[0] is node and operands[1] is not node:
+                return [name]
+        elif more := _steps_to_product(user, depth - 1):
+            return [name, *more]
+    return []
 
 
 def _keeps_numbers(node: Node) -> bool:
@@ -242,6 +301,7 @@ class _Logits:
     nodes: list[Node]  # from the product on
     summands: list[Summand] = field(default_factory=list)
     row_factors: list[tuple[Node, bool]] = field(default_factory=list)
+    sinks: Node | None = None
 
     @classmethod
     def trace(cls, node: Any, factor: float) -> _Logits:
@@ -250,10 +310,14 @@ class _Logits:
             raise NotAttention
         if (operands := product_operands(node)) is not None:
             return cls(*operands, shape_of(node), factor, [node])
-        for step in (cls._product_and_sum, cls._same, cls._scaled, cls._sum, cls._filled):
+        for step in (cls._product_and_sum, cls._same, cls._shifted, cls._scaled, cls._sum, cls._filled):
             if (logits := step(node, factor)) is not None:
+                if logits.sinks is not None and step not in (cls._same, cls._shifted):
+                    raise Refused("its logits must not change behind their sinks")
                 logits.nodes.append(node)
                 return logits
+        if (logits := cls._with_sinks(node, factor)) is not None:
+            return logits
         if any(product_operands(before) for before in _ancestors(node, 6)):
             raise Refused(
                 f"its logits pass through {operation(node) or node.target}, which the operator does not compute"
@@ -277,6 +341,43 @@ class _Logits:
         if _keeps_numbers(node) or is_inactive_dropout(node):
             return cls.trace(argument(node, 0, "input", "self"), factor)
         return None
+
+    @classmethod
+    def _shifted(cls, node: Node, factor: float) -> _Logits | None:
+        """``x - x.amax(-1, keepdim=True)``, which a softmax does not depend on."""
+        if operation(node) != "sub" or argument(node, 2, "alpha", default=1) != 1:
+            return None
+        x, subtracted = argument(node, 0, "input", "self"), argument(node, 1, "other")
+        if not isinstance(x, Node) or not isinstance(subtracted, Node):
+            return None
+        own = [subtracted, *subtracted.all_input_nodes] if operation(subtracted) == "getitem" else [subtracted]
+        if operation(own[-1]) not in ("max", "amax") or argument(own[-1], 0, "input", "self") is not x:
+            return None
+        if argument(subtracted, 1) != 0 and len(own) > 1:
+            return None  # the indices of the maxima
+        if shape_of(subtracted) != (*shape_of(x)[:-1], 1):
+            return None
+        logits = cls.trace(x, factor)
+        unread = [user for user in users(own[-1]) if not user.users]  # exports also name the indices of the maxima
+        logits.nodes += [own[-1], *unread, *own[:-1]]
+        return logits
+
+    @classmethod
+    def _with_sinks(cls, node: Node, factor: float) -> _Logits | None:
+        """``cat([x, sinks], -1)``."""
+        tensors = argument(node, 0, "tensors")
+        if operation(node) != "cat" or not isinstance(tensors, (list, tuple)) or len(tensors) != 2:
+            return None
+        x, sinks = tensors
+        dim = argument(node, 1, "dim", default=0)
+        if dim not in (-1, len(shape_of(node)) - 1) or not same(shape_of(sinks)[-1], 1):
+            return None
+        logits = cls.trace(x, factor)
+        if factor != 1.0 or logits.sinks is not None or not same_shape(shape_of(x), logits.shape):
+            raise Refused("its logits must not change behind their sinks")
+        logits.sinks = sinks
+        logits.nodes.append(node)
+        return logits
 
     @classmethod
     def _scaled(cls, node: Node, factor: float) -> _Logits | None:

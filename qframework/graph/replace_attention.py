@@ -27,6 +27,7 @@ def _require_computable(call: AttentionCall) -> None:
     if end.device.type not in ("cpu", "cuda"):
         raise Refused(f"it must run on cuda or cpu, got {end.device.type}")
     operands = [call.query, call.key, call.value, *(s.value for s in call.summands), *(t for t, _ in call.row_factors)]
+    operands += [call.sinks] if call.sinks is not None else []
     if (writer := written_between(call.first or call.end, call.end, operands, set(call.between))) is not None:
         raise Refused(f"{writer.name} changes one of its operands in place between its products")
 
@@ -57,6 +58,8 @@ def erase_unread(gm: GraphModule, node: Node, own: Collection[Node] = ()) -> Non
 
     So do writes in place, except those of ``own``.
     """
+    for part in [user for user in node.users if operation(user) == "getitem" and not user.users]:
+        gm.graph.erase_node(part)
     if node.op not in ("call_function", "call_method") or any(not is_assertion(user) for user in node.users):
         return
     if writes_in_place(node) and node not in own:

@@ -57,7 +57,7 @@ def keeps_dimension(node: Node, selected: Selection) -> bool:
 def _dimension_and_index(node: Node) -> tuple[int, Any] | None:
     """The dimension and a number or slice."""
     if node.target is operator.getitem:
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        index = _without_ellipsis(node)
         chosen = [dim for dim, part in enumerate(index) if part != _EVERYTHING]
         plain = all(isinstance(part, (int, slice)) for part in index)
         return (chosen[0], index[chosen[0]]) if plain and len(chosen) == 1 else None
@@ -73,6 +73,18 @@ def _dimension_and_index(node: Node) -> tuple[int, Any] | None:
         if type(start) is int and type(length) is int:
             return dim, slice(start, start + length if start + length else None)
     return None
+
+
+def _without_ellipsis(node: Node) -> tuple[Any, ...]:
+    """The index of a ``getitem`` with a full slice for each dimension that ``...`` stands for."""
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    places = [place for place, part in enumerate(index) if part is Ellipsis]
+    source = node.args[0]
+    fake = fake_value(source) if isinstance(source, Node) else None
+    if len(places) != 1 or fake is None or any(part is None for part in index):
+        return index
+    (place,) = places
+    return (*index[:place], *[_EVERYTHING] * (fake.ndim - len(index) + 1), *index[place + 1 :])
 
 
 def is_single(node: Node, selected: Selection) -> bool:

@@ -56,10 +56,11 @@ class AttentionWriter:
         call, (query, key, value, mask, rel_h, rel_w) = self._call, self.operands()
         both = self.add(
             torch.ops.qframework.sage_attention.default,
-            query, key, value, mask, call.is_causal, call.scale, call.enable_gqa, variant, smooth_k, False, rel_h,
-            rel_w,
+            query, key, value, mask, call.is_causal, call.scale, call.enable_gqa, variant, smooth_k,
+            call.sinks is not None, rel_h, rel_w,
         )  # fmt: skip
-        return self._as_end(self.add(operator.getitem, both, 0))
+        out = self.add(operator.getitem, both, 0)
+        return self._as_end(out if call.sinks is None else self._beside_sinks(out, self.add(operator.getitem, both, 1)))
 
     def write_sdpa(self) -> Node:
         """The node of ``aten.scaled_dot_product_attention``, in the shape and dtype of ``call.end``.
@@ -67,6 +68,8 @@ class AttentionWriter:
         Raises:
             Refused: an operand cannot be brought to the operator's shape, or relative positions are not a bias.
         """
+        if self._call.sinks is not None:
+            raise Refused("it has sinks, which scaled_dot_product_attention does not take. Use a variant")
         if self._grid_summands:
             raise Refused("its relative positions must be a bias for exact attention, got summands in grid shape")
         call, (query, key, value) = self._call, self._query_key_value()
@@ -94,6 +97,15 @@ class AttentionWriter:
         if not same_shape(self._call.value_shape, self._fine):
             out = self.add(aten.flatten.using_ints, out, 0, 1)
         return self._cast(out, _fake(self._call.end).dtype)
+
+    def _beside_sinks(self, out: Node, lse: Node) -> Node:
+        """The output of a softmax over keys and a sink: with log-sum-exp L of the keys, ``out * sigmoid(L - sink)``."""
+        call, dtype = self._call, _fake(out).dtype
+        assert call.sinks is not None
+        if not same_shape(call.shape, self._fine) or not same_shape(shape_of(call.sinks)[:-1], call.shape[:-1]):
+            raise Refused(f"its sinks of shape {tuple(shape_of(call.sinks))} do not fit logits {tuple(self._fine)}")
+        above = self.add(aten.sub.Tensor, self.add(aten.unsqueeze.default, lse, -1), call.sinks)
+        return self._cast(self.add(aten.mul.Tensor, out, self.add(aten.sigmoid.default, above)), dtype)
 
     def add(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new node with its fake value."""

@@ -25,7 +25,7 @@ import qframework.kernels  # noqa: F401  registers the operator that variants be
 from qframework.compat.operators import schema
 from qframework.compat.torchao import QuantizationAnnotation, QuantizationSpec, QuantizationSpecBase
 from qframework.errors import QFrameworkError
-from qframework.graph.attention_patterns import Refused, sdpa_call, spelled_out_call
+from qframework.graph.attention_patterns import Refused, Unrecognized, sdpa_call, spelled_out_call
 from qframework.graph.nodes import operation
 from qframework.graph.replace_attention import replace_attention
 from qframework.numerics import FLOAT_DTYPES
@@ -136,7 +136,7 @@ def transform_attention(model: GraphModule, node: Node, layer: str, config: Atte
     """Replace the attention ``node``, or the spelled-out attention around a softmax ``node``, by what ``config`` needs.
 
     For a variant this is ``qframework.sage_attention``. For static attention, spelled-out attention becomes
-    ``scaled_dot_product_attention``. A softmax that is not part of attention stays.
+    ``scaled_dot_product_attention``. A softmax stays that is not part of attention, or whose weights are changed.
 
     Raises:
         UnsupportedError: no kernel supports ``config`` for this attention.
@@ -151,6 +151,8 @@ def transform_attention(model: GraphModule, node: Node, layer: str, config: Atte
             replace_attention(model, call, lambda writer: writer.write(config.mode, config.smooth_k))
         elif not is_attention(node):
             replace_attention(model, call, lambda writer: writer.write_sdpa())
+    except Unrecognized:
+        return
     except (Refused, QFrameworkError) as refusal:
         raise unsupported(layer, f"no kernel computes this attention: {refusal}") from refusal
 

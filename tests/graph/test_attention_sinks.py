@@ -1,0 +1,151 @@
+"""Attention with sinks (GPT-OSS), a row's maximum subtracted, and weights that pass through unknown operations."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_models import Capture, compiled, error_bound, exported, product, qkv
+from torch import Tensor, nn
+
+from qframework.errors import UnsupportedError
+from qframework.numerics import sqnr_db
+from qframework.quantizer import AttentionConfig, QFrameworkQuantizer, QuantizationConfig, static_attention
+
+SCALE = 16**-0.5
+SINKS = torch.tensor([2.0, -1.0])
+MASK = torch.where(torch.ones(17, 17, dtype=torch.bool).tril(), 0.0, torch.finfo(torch.float32).min)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor = SINKS) -> Tensor:
+    """As transformers writes it."""
+    logits = product(q, k) * SCALE + MASK
+    sinks = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    combined = torch.cat([logits, sinks], dim=-1)
+    combined = combined - combined.max(dim=-1, keepdim=True).values
+    weights = F.softmax(combined, dim=-1, dtype=combined.dtype)[..., :-1]
+    return F.dropout(weights, 0.1, training=False).to(v.dtype) @ v
+
+
+class Sinks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(SINKS.clone())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return with_sinks(q, k, v, self.sinks)
+
+
+@pytest.mark.parametrize("dialect", ["functional", "aten"])
+def test_sinks_are_a_factor_behind_the_operator(dialect: str) -> None:
+    q, k, v = qkv()
+    expected = with_sinks(q, k, v)
+    out, capture = compiled(exported(Sinks(), q, k, v) if dialect == "aten" else Sinks(), q, k, v)
+    assert len(capture.calls) == 1, capture.attention
+    assert not {"softmax", "cat", "matmul"} & set(re.findall(r"\w+", capture.names()))
+    assert (out - expected).abs().max() < error_bound(q, k, v, SCALE)
+    # The sinks matter: without them, and with those of the other head, the output is another.
+    assert sqnr_db(expected, out) > 30
+    assert sqnr_db(expected, with_sinks(q, k, v, SINKS.flip(0))) < 15
+    assert sqnr_db(expected, with_sinks(q, k, v, SINKS - 100)) < 15
+
+
+def test_rows_that_see_only_the_sink_are_zero() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = product(q, k).masked_fill(torch.arange(17)[:, None] < 3, -torch.inf)
+        sinks = SINKS.view(1, 2, 1, 1).expand(2, 2, 17, 1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ v
+
+    q, k, v = qkv()
+    out, capture = compiled(attend, q, k, v)
+    assert len(capture.calls) == 1, capture.attention
+    assert torch.equal(out[:, :, :3], torch.zeros(2, 2, 3, 16))
+    assert (out - attend(q, k, v)).abs().max() < error_bound(q, k, v, 1.0)
+
+
+@pytest.mark.parametrize("maximum", [lambda x: x.amax(-1, keepdim=True), lambda x: x.max(-1, keepdim=True)[0]])
+def test_a_maximum_that_is_subtracted(maximum) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = product(q, k) * SCALE
+        return (logits - maximum(logits)).softmax(-1) @ v
+
+    q, k, v = qkv()
+    out, capture = compiled(attend, q, k, v)
+    assert len(capture.calls) == 1, capture.attention
+    assert (out - attend(q, k, v)).abs().max() < error_bound(q, k, v, SCALE)
+
+
+def concatenated(q: Tensor, k: Tensor) -> Tensor:
+    return torch.cat([product(q, k), SINKS.view(1, 2, 1, 1).expand(2, 2, 17, 1)], -1)
+
+
+LEFT_ALONE = {
+    "another tensor subtracted": (lambda q, k, v: (product(q, k) - q.sum(-1, True)).softmax(-1) @ v, "through sub"),
+    "sinks scaled": (lambda q, k, v: (concatenated(q, k) * 2).softmax(-1)[..., :-1] @ v, "behind their sinks"),
+    "weights of a sink kept": (lambda q, k, v: concatenated(q, k).softmax(-1)[..., 1:] @ v, "must be the last"),
+    "sinks among keys": (
+        lambda q, k, v: concatenated(q, k).softmax(-1) @ torch.cat([v, v[:, :, :1]], -2),
+        "of all keys, and of no sinks",
+    ),
+    "keys dropped": (
+        lambda q, k, v: product(q, k).softmax(-1)[..., :-1] @ v[:, :, :-1],
+        "of all keys, and of no sinks",
+    ),
+    "weights scaled": (lambda q, k, v: (product(q, k).softmax(-1) * 2) @ v, "weights pass through mul"),
+    "weights mixed": (
+        lambda q, k, v: torch.sigmoid(product(q, k).softmax(-1) + 1) @ v,
+        "weights pass through add, which",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_other_forms_are_listed_with_a_reason(name: str) -> None:
+    form, reason = LEFT_ALONE[name]
+    q, k, v = qkv()
+    out, capture = compiled(form, q, k, v)
+    (report,) = capture.attention
+    assert not report.lowered
+    assert report.fallback
+    assert reason in report.reason
+    torch.testing.assert_close(out, form(q, k, v))
+
+
+def transformed(model: nn.Module, config: AttentionConfig) -> str:
+    """The operations of an exported model whose attention a quantizer has rewritten."""
+    quantizer = QFrameworkQuantizer().set_global(QuantizationConfig(linear=None, attention=config))
+    graph = quantizer.transform_for_annotation(torch.export.export(model.eval(), qkv()).module()).graph
+    return " ".join(str(node.target) for node in graph.nodes)
+
+
+def test_static_attention_refuses_sinks() -> None:
+    with pytest.raises(UnsupportedError, match="it has sinks, which scaled_dot_product_attention does not take"):
+        transformed(Sinks(), static_attention())
+
+
+def test_the_quantizer_writes_a_variant_with_sinks() -> None:
+    names = transformed(Sinks(), AttentionConfig("sage_b"))
+    assert "qframework.sage_attention" in names
+    assert "softmax" not in names
+    assert "aten.matmul" not in names
+
+
+def test_the_quantizer_leaves_softmaxes_whose_weights_are_changed() -> None:
+    class Scaled(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (product(q, k).softmax(-1) * 2) @ v
+
+    assert "softmax" in transformed(Scaled(), static_attention())
+
+
+def test_the_default_option_leaves_sinks_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel was measured with them: as if on a GPU."""
+    monkeypatch.setattr("qframework.backend.lower_attention._why_not", lambda option, device: None)
+    capture = Capture("auto")
+    with torch.no_grad():
+        torch.compile(Sinks(), backend=capture)(*qkv())
+    (report,) = capture.attention
+    assert "it has sinks" in report.reason
+    assert not report.fallback
