@@ -27,7 +27,7 @@ from qframework.backend.hoist_quantize import drop_requantization, erase_quantiz
 from qframework.backend.lowering import Lowering, ScaleConstants, erase_unused
 from qframework.backend.quantized_linear import CannotLower, Quantized, dequantized, static_quantize_scale
 from qframework.backend.report import LayerReport
-from qframework.graph.attention_patterns import NotAttention, Refused, sdpa_call
+from qframework.graph.attention_patterns import NotAttention, Refused, sdpa_call, share_one_head
 from qframework.graph.channels import ChannelView, quantized_everywhere
 from qframework.graph.nodes import Constants, argument, calibration_notes, fake_value, layer_name, operation
 from qframework.graph.write_attention import AttentionWriter
@@ -100,6 +100,9 @@ def _lower(gm: GraphModule, node: Node, operands: _Operands, scales: ScaleConsta
     assert fake is not None
     mask, rel_h, rel_w = _bias(gm, node)
     out_scale = _output_scale(gm, node)
+    grouped = argument(node, 7, "enable_gqa", default=False)
+    if not grouped:
+        grouped = share_one_head(*(argument(node, i, role) for i, role in enumerate(_ROLES)))
     with gm.graph.inserting_before(node):
         operand_scales = [_scale_node(gm, operand, fake.device, scales) for operand in operands]
         new = gm.graph.call_function(
@@ -110,7 +113,7 @@ def _lower(gm: GraphModule, node: Node, operands: _Operands, scales: ScaleConsta
                 mask,
                 argument(node, 5, "is_causal", default=False),
                 argument(node, 6, "scale"),
-                argument(node, 7, "enable_gqa", default=False),
+                grouped,
                 scales.node(out_scale, fake.device) if out_scale is not None else None,
                 fake.dtype if out_scale is None else None,
                 rel_h,

@@ -110,10 +110,23 @@ def sdpa_call(node: Node) -> AttentionCall | None:
             raise Refused(f"its {name} must be a number, got {given.name}, which the graph computes")
     shape = _logits_shape(query, key)
     summands = [_mask_summand(mask, shape)] if mask is not None else []
+    enable_gqa = enable_gqa or share_one_head(query, key, value)
     return AttentionCall(
         node, query, key, value, shape, shape, summands=summands, scale=scale, is_causal=is_causal,
         enable_gqa=enable_gqa, between=[node],
     )  # fmt: skip
+
+
+def share_one_head(query: Node, key: Node, value: Node) -> bool:
+    """Whether all heads of the query read one head of keys and values, which broadcasts (Falcon).
+
+    That is grouped-query attention with one group.
+    """
+    shapes = [shape_of(operand) for operand in (query, key, value)]
+    if any(len(shape) < 4 or len(shape) != len(shapes[0]) for shape in shapes):
+        return False
+    heads, *others = (shape[-3] for shape in shapes)
+    return not same(heads, 1) and all(same(other, 1) for other in others)
 
 
 def _mask_summand(mask: Node, shape: torch.Size) -> Summand:
@@ -154,9 +167,10 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
     for node in (*logits.nodes, *weights):
         _require_private(node, own)
     (query, query_factor, query_reader), (key, key_factor, key_reader) = _unscaled(logits.a), _unscaled(logits.b)
+    value = argument(end, 1, "other", "mat2")
     return AttentionCall(
-        end, query, key, argument(end, 1, "other", "mat2"), logits.shape, shape_of(weights[-1]),
-        key_is_transposed=True, summands=logits.summands, row_factors=logits.row_factors,
+        end, query, key, value, logits.shape, shape_of(weights[-1]), key_is_transposed=True,
+        enable_gqa=share_one_head(query, key, value), summands=logits.summands, row_factors=logits.row_factors,
         scale=logits.factor * query_factor * key_factor, between=[*logits.nodes, *weights, end],
         sinks=logits.sinks,
         first=min(reader for reader in (query_reader, key_reader, logits.nodes[0]) if reader is not None),
