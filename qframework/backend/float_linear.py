@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,19 +83,8 @@ def lower_float_linear(lowering: Lowering) -> None:
         if call is None:
             continue
         name = layer_name(node)
-        if reason := _reason_against(node, call, constants.value(_parameter(call.weight))):
-            reports.append(LayerReport(name, False, "float linear", reason, fallback=True))
-            continue
-        if reason := _reason_of_product(fake_value(call.input)):
-            reports.append(LayerReport(name, False, "float linear", reason, fallback=True))
-            continue
-        if not lowering.options.freeze_weights and (reason := _reason_of_rows(call)):
-            reports.append(LayerReport(name, False, "float linear", reason))
-            continue
-        if reason := why_too_small(call.input, _parameter(call.weight), True) or _reason_of_quantization(
-            call, fake_value(node)
-        ):
-            reports.append(LayerReport(name, False, "float linear", reason))
+        if (why := why_float(lowering, node)) is not None:
+            reports.append(LayerReport(name, False, "float linear", why.reason, fallback=why.fallback))
             continue
         frozen = weights.quantized(call.weight) if weights else None
         b = frozen or _flat_scale(gm, inputs.before(node, call.weight), node)
@@ -105,6 +95,28 @@ def lower_float_linear(lowering: Lowering) -> None:
         operator_text = f"{epilogue.describe()} after dynamic_quantize, weight quantized {when}"
         reports.append(LayerReport(name, True, operator_text, ""))
     lowering.reports = reports
+
+
+class WhyFloat(NamedTuple):
+    """Why a linear layer stays in float, and whether that is not what the options ask for."""
+
+    reason: str
+    fallback: bool
+
+
+def why_float(lowering: Lowering, linear: Node) -> WhyFloat | None:
+    """Why the options or the layer prevent that a float layer is quantized when it is compiled; None if it will be."""
+    call, options = linear_call(linear), lowering.options
+    assert call is not None
+    if options.linear != "int8_dynamic":
+        return WhyFloat("the options leave float layers in float", False)
+    x, parameter = fake_value(call.input), _parameter(call.weight)
+    if reason := _reason_against(linear, call, lowering.constants.value(parameter)) or _reason_of_product(x):
+        return WhyFloat(reason, True)
+    if not options.freeze_weights and (reason := _reason_of_rows(call)):
+        return WhyFloat(reason, False)
+    reason = why_too_small(call.input, parameter, True) or _reason_of_quantization(call, fake_value(linear))
+    return WhyFloat(reason, False) if reason else None
 
 
 def _parameter(weight: Node) -> Node:

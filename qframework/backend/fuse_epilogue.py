@@ -48,6 +48,11 @@ def fuse_epilogue(lowering: Lowering) -> None:
 _OPERANDS = ("a", "a_scale", "b", "b_scale")
 
 
+def is_bare_int8_linear(node: Node) -> bool:
+    """Whether the node is an ``int8_linear`` that the model calls and that can be given an epilogue."""
+    return node.target in _INT8_LINEAR and _own_epilogue(node) is None
+
+
 def _own_epilogue(node: Node) -> Epilogue | None:
     """The epilogue that a call already has, or with which it cannot be extended; None if there is none."""
     activation: str = argument(node, 5, "activation", default="none")

@@ -24,6 +24,7 @@ from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.lowering import Lowering, Pass
 from qframework.backend.merge_linears import merge_linears
 from qframework.backend.outline_blocks import outline_blocks
+from qframework.backend.rearrange_early import rearrange_early
 from qframework.backend.report import LayerReport
 from qframework.backend.share_mask_blocks import share_mask_blocks
 from qframework.backend.zero_point_bias import keep_zero_point_biases
@@ -104,6 +105,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(make_masks_dense),  # of what is left to PyTorch
     share_mask_blocks,
     fold_channel_scale,
+    rearrange_early,
     hoist_quantize,
     fuse_epilogue,
     lower_linear,

@@ -173,7 +173,7 @@ def find_epilogue(linear: Node) -> Epilogue:
     its other operand, which a view behind it can depend on.
     """
     own: set[Node] = set()
-    epilogue, reads = Epilogue(linear), _reads(linear)
+    epilogue, reads = Epilogue(linear), operands_read(linear)
     while len(epilogue.end.users) == 1:
         user = next(iter(epilogue.end.users))
         if written_between(linear.next, user, reads, own) is not None:
@@ -182,7 +182,7 @@ def find_epilogue(linear: Node) -> Epilogue:
         if epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
             epilogue.end, epilogue.activation = user, name
         elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
-            if not _may_be_contiguous(user):
+            if not may_be_contiguous(user):
                 break
             epilogue.end, epilogue.residual = user, residual
             reads.append(residual)
@@ -194,7 +194,7 @@ def find_epilogue(linear: Node) -> Epilogue:
     return epilogue
 
 
-def _may_be_contiguous(node: Node) -> bool:
+def may_be_contiguous(node: Node) -> bool:
     """Whether nothing depends on the strides of a sum; found once for all sums of a residual stream behind it."""
     if _CONTIGUOUS not in node.meta:
         moved = _made_contiguous(node)
@@ -212,7 +212,7 @@ def _made_contiguous(node: Node) -> dict[Node, Any] | None:
     return follow_strides(node, contiguous) if isinstance(contiguous, FakeTensor) else {}
 
 
-def _reads(linear: Node) -> list[Node]:
+def operands_read(linear: Node) -> list[Node]:
     """The operands of ``linear``, and the int8 values behind those that are dequantized."""
     operands = linear.all_input_nodes
     return operands + [x for node in operands if "dequantize" in str(node.target) for x in node.all_input_nodes]

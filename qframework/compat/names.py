@@ -164,6 +164,7 @@ _ROWS = (
     Name("torch.ops.aten._to_copy", "BlockTensors cannot stay in INT8 when their dtype changes"),
     Name("torch.ops.aten._unsafe_view", "BlockTensors cannot stay in INT8 when they are viewed"),
     Name("torch.ops.aten._reshape_alias", "BlockTensors cannot stay in INT8 when they are viewed"),
+    Name("torch._C._nn", "functions of torch.nn.functional that are written in C++ cannot be recognized in graphs"),
     Name("torch._int_mm", "the CPU has no INT8 product", "a float product of the same integers is used"),
     Name("torch._C._dispatch_has_kernel", f"{_SAVED}: operators and functions that access files look the same"),
     Name("torch._C._dispatch_get_all_op_names", _INT8_OPERATORS, until="2.15"),

@@ -25,6 +25,7 @@ with explained():
     PIN_MEMORY: Any = torch.ops.aten._pin_memory.default
     ASSERT_METADATA: Any = torch.ops.aten._assert_tensor_metadata.default  # in exported graphs
     SWAP_MEMORY: Any = torch.ops.aten._has_compatible_shallow_copy_type.default  # called first by ``x.data = y``
+    BUILT_INS: Any = torch._C._nn  # where Dynamo finds what F.pad and others call
     VIEWS: tuple[Any, ...] = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
 
 
@@ -60,6 +61,7 @@ def registered(namespace: str) -> Iterator[str]:
 
 __all__ = [
     "ASSERT_METADATA",
+    "BUILT_INS",
     "PIN_MEMORY",
     "SWAP_MEMORY",
     "TO_COPY",

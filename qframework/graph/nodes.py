@@ -26,7 +26,7 @@ from qframework.compat.dispatch import (
 )
 from qframework.compat.dynamo import is_static_input, recorded_value, source_name, value_key
 from qframework.compat.modules import SPACES
-from qframework.compat.operators import OpOverload, schema
+from qframework.compat.operators import BUILT_INS, OpOverload, schema
 from qframework.numerics import FLOAT_DTYPES
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ def operation(node: Node) -> str | None:
             return None
     else:
         name = getattr(node.target, "__name__", "")
-        if not any(getattr(space, name, None) is node.target for space in (torch, F, operator)):
+        if not any(getattr(space, name, None) is node.target for space in (torch, F, operator, BUILT_INS)):
             return None
     name = name if name.endswith("__") else name.rstrip("_")
     return _SAME_OPERATION.get(name, name)
@@ -224,13 +224,16 @@ class Constants:
         return self._inputs[node][0] if node in self._inputs else None
 
 
+_DUAL = re.compile(r"(?<![a-z])dual(?![a-z])")  # torch.autograd.forward_ad.make_dual and what it calls, no residual
+
+
 def differentiates(gm: GraphModule) -> bool:
     """Whether the graph itself computes derivatives, with ``torch.func`` or in forward mode."""
     for node in gm.graph.nodes:
         fake = fake_value(node)
         if fake is not None and is_gradtrackingtensor(fake):
             return True
-        if "dual" in str(node.target):  # torch.autograd.forward_ad.make_dual and what it calls
+        if node.op.startswith("call") and _DUAL.search(str(node.target)):
             return True
     return False
 
