@@ -100,10 +100,19 @@ def why_no_linear(node: Node, value_of: ValueOf) -> str | None:
     if _product(node, value_of) is not None:
         return None
     if name == "einsum":
-        return f"einsum({node.args[0]!r}) of a parameter is not rewritten. Write it as F.linear to quantize it"
+        return _why_no_einsum(str(node.args[0]))
     if weight.ndim != 2:
         return f"its weight must be a matrix that all rows share, got shape {tuple(weight.shape)}"
     return "addmm must have a bias of one value a column, and alpha and beta of 1. Write it as F.linear to quantize it"
+
+
+def _why_no_einsum(equation: str) -> str:
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    shared = "".join(label for label in right if label.isalpha() and label in left and label in output)
+    if shared:
+        return f"einsum({equation!r}) is no linear layer: it multiplies by another matrix for each index {shared!r}"
+    return f"einsum({equation!r}) of a parameter is not rewritten. Write it as F.linear to quantize it"
 
 
 def _product(node: Node, value_of: ValueOf) -> _Product | None:

@@ -175,6 +175,25 @@ def test_a_product_of_a_product():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_a_matrix_for_each_head_is_no_linear():
+    """Funnel's token types. F.linear would not help."""
+
+    class PerHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.types = nn.Parameter(torch.randn(2, 3, 5))
+
+        def forward(self, x):
+            return torch.einsum("bind,snd->bnis", x, self.types)
+
+    with torch.no_grad():
+        (layer,) = explain(PerHead().eval(), torch.randn(4, 6, 3, 5), options={"linear": "int8_dynamic"}).layers
+    assert layer.reason == (
+        "einsum('bind,snd->bnis') is no linear layer: it multiplies by another matrix for each index 'n'"
+    )
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_products_that_stay_in_float_are_reported():
     """Experts with a weight each, an einsum, factors and matrices instead of a bias."""
 
@@ -202,6 +221,7 @@ def test_products_that_stay_in_float_are_reported():
     assert {"float bmm", "float einsum", "float addmm"} == set(found)
     assert "got shape (4, 6, 8)" in found["float bmm"]
     assert "'bnc,chd->bhnd'" in found["float einsum"]
+    assert "Write it as F.linear" in found["float einsum"]
     assert "alpha and beta of 1" in found["float addmm"]
     assert [layer.fallback for layer in report.layers if not layer.lowered] == [True] * 4
     assert [layer.fallback for layer in static.layers if "addmm" in layer.operator] == [False] * 2
