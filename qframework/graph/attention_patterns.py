@@ -324,7 +324,15 @@ class _Logits:
             raise NotAttention
         if (operands := product_operands(node)) is not None:
             return cls(*operands, shape_of(node), factor, [node])
-        for step in (cls._product_and_sum, cls._same, cls._shifted, cls._scaled, cls._sum, cls._filled):
+        for step in (
+            cls._product_and_sum,
+            cls._same,
+            cls._shifted,
+            cls._scaled,
+            cls._sum,
+            cls._difference,
+            cls._filled,
+        ):
             if (logits := step(node, factor)) is not None:
                 if logits.sinks is not None and step not in (cls._same, cls._shifted):
                     raise Refused("its logits must not change behind their sinks")
@@ -438,6 +446,21 @@ class _Logits:
             logits.summands.append(Summand(other, shape_of(node), factor))
             return logits
         raise failure
+
+    @classmethod
+    def _difference(cls, node: Node, factor: float) -> _Logits | None:
+        """``x - penalty``, as Funnel hides keys."""
+        if operation(node) != "sub" or argument(node, 2, "alpha", default=1) != 1:
+            return None
+        x, penalty = argument(node, 0, "input", "self"), argument(node, 1, "other")
+        if not isinstance(x, Node) or shape_of(x) != shape_of(node):
+            return None
+        if isinstance(penalty, Node) and fake_value(penalty) is None:
+            return None
+        logits = cls.trace(x, factor)
+        if isinstance(penalty, Node):  # a number is the same for all keys
+            logits.summands.append(Summand(penalty, shape_of(node), -factor))
+        return logits
 
     @classmethod
     def _filled(cls, node: Node, factor: float) -> _Logits | None:

@@ -37,6 +37,10 @@ FORMS = {
         {"attn_mask": BIAS + torch.where(PADDING, 0.0, LOW)},
     ),
     "in place": (lambda q, k, v: product(q, k).mul_(SCALE).add_(BIAS).softmax(-1) @ v, {"attn_mask": BIAS}),
+    "penalty subtracted": (
+        lambda q, k, v: ((product(q, k) - BIAS) * SCALE - 1e6 * (1 - PADDING.float()) - 2).softmax(-1) @ v,
+        {"attn_mask": -BIAS * SCALE - 1e6 * (1 - PADDING.float())},
+    ),
     "filled": (
         lambda q, k, v: (product(q, k) * SCALE).masked_fill(~CAUSAL, -math.inf).softmax(-1) @ v,
         {"attn_mask": CAUSAL},

@@ -82,7 +82,10 @@ def concatenated(q: Tensor, k: Tensor) -> Tensor:
 
 
 LEFT_ALONE = {
-    "another tensor subtracted": (lambda q, k, v: (product(q, k) - q.sum(-1, True)).softmax(-1) @ v, "through sub"),
+    "twice a tensor subtracted": (
+        lambda q, k, v: torch.sub(product(q, k), MASK, alpha=-2).softmax(-1) @ v,
+        "pass through sub",
+    ),
     "sinks scaled": (lambda q, k, v: (concatenated(q, k) * 2).softmax(-1)[..., :-1] @ v, "behind their sinks"),
     "weights of a sink kept": (lambda q, k, v: concatenated(q, k).softmax(-1)[..., 1:] @ v, "must be the last"),
     "sinks among keys": (
