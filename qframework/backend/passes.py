@@ -35,7 +35,7 @@ from qframework.graph.dense_masks import make_masks_dense
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
-from qframework.graph.expand_products import expand_products, why_no_linear
+from qframework.graph.expand_products import expand_products, is_grouped, why_no_linear
 from qframework.graph.inline_grad_scopes import inline_grad_scopes
 from qframework.graph.nodes import layer_name, operation
 from qframework.graph.read_parts import read_parts
@@ -63,7 +63,7 @@ def report_products(lowering: Lowering) -> None:
     """Report the products with a parameter that are no linears."""
     for node in lowering.gm.graph.nodes:
         if (reason := why_no_linear(node, lowering.constants.value)) is not None:
-            operator = f"float {operation(node)}"
+            operator = "float grouped_mm" if is_grouped(node) else f"float {operation(node)}"
             asked = lowering.options.linear == "int8_dynamic"
             lowering.reports.append(LayerReport(layer_name(node), False, operator, reason, fallback=asked))
 

@@ -34,6 +34,8 @@ ValueOf = Callable[[Node], Tensor | None]
 
 _PRODUCTS = {"addmm": 2, "baddbmm": 2, "matmul": 1, "mm": 1, "bmm": 1}  # and the index of the right operand
 
+_GROUPED = "it multiplies the tokens of each expert by a matrix of its own, and there is no INT8 kernel for that"
+
 
 class _Product(NamedTuple):
     """``x`` times a parameter, plus a bias; ``is_transposed``: the parameter's shape is (outputs, inputs)."""
@@ -89,6 +91,9 @@ def _products(gm: GraphModule, value_of: ValueOf) -> Iterator[tuple[Node, _Produ
 
 def why_no_linear(node: Node, value_of: ValueOf) -> str | None:
     """Why a product with a parameter on the right is no linear; None for a linear and for any other node."""
+    if is_grouped(node):
+        read = [_parameter(_swapped(each) or each, value_of) for each in node.all_input_nodes]
+        return _GROUPED if any(weight is not None for weight in read) else None
     name = operation(node)
     if name == "einsum":
         operands = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (list, tuple)) else node.args[1:]
@@ -104,6 +109,23 @@ def why_no_linear(node: Node, value_of: ValueOf) -> str | None:
     if weight.ndim != 2:
         return f"its weight must be a matrix that all rows share, got shape {tuple(weight.shape)}"
     return "addmm must have a bias of one value a column, and alpha and beta of 1. Write it as F.linear to quantize it"
+
+
+def is_grouped(node: Node) -> bool:
+    """Whether a node multiplies the tokens of each expert by the expert's matrix: PyTorch's operator or a library's."""
+    target = node.target
+    return node.op == "call_function" and "grouped_mm" in f"{getattr(target, '__name__', '')} {target}"
+
+
+def _swapped(node: Node) -> Node | None:
+    """``x`` of ``x.transpose(-2, -1)`` or ``x.mT``, of any number of dimensions; None for any other node."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or (fake := fake_value(source)) is None:
+        return None
+    if operation(node) == "transpose":
+        dims = {dim % fake.ndim for dim in node.args[1:] if isinstance(dim, int)}
+        return source if dims == {fake.ndim - 2, fake.ndim - 1} else None
+    return source if operation(node) == "mT" or node.target is aten.mT else None
 
 
 def _why_no_einsum(equation: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework import numerics
@@ -191,6 +192,28 @@ def test_a_matrix_for_each_head_is_no_linear():
     assert layer.reason == (
         "einsum('bind,snd->bnis') is no linear layer: it multiplies by another matrix for each index 'n'"
     )
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_products_of_experts_are_reported(transposed):
+    """Mixtures of experts of transformers were not listed."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 16, 8).bfloat16())
+
+        def forward(self, x, ends):
+            weight = self.weight if transposed else self.weight.transpose(-2, -1)
+            return F.grouped_mm(x, weight, offs=ends), F.grouped_mm(x, x.new_zeros(4, x.shape[1], 8), offs=ends)
+
+    ends = torch.tensor([2, 4, 4, 6], dtype=torch.int32)
+    x = torch.randn(6, 16 if transposed else 8).bfloat16()
+    with torch.no_grad():
+        (layer,) = explain(Experts().eval(), (x, ends), options={"linear": "int8_dynamic"}).layers
+    assert (layer.operator, layer.lowered, layer.fallback) == ("float grouped_mm", False, True)
+    assert "the tokens of each expert by a matrix of its own" in layer.reason
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
