@@ -111,6 +111,7 @@ ARCHITECTURES = {
     "ConvNeXt V2-B, 64 images": "convnextv2_base",
     "TNT-B, 64 images": "tnt_b_patch16_224",
     "PVT v2-B3, SegFormer-B3 and PiT-B": "pvt_v2_b3 segformer_b3 pit_b_224",
+    "CAFormer-B36 and EfficientFormerV2-L, mostly convolutions": "caformer_b36 efficientformerv2_l",
 }
 
 
