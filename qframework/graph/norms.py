@@ -40,8 +40,10 @@ def norm_call(node: Node) -> NormCall | None:
     weight = argument(node, 2, "weight")
     if name == "layer_norm":
         return NormCall(x, weight, argument(node, 3, "bias"), argument(node, 4, "eps", default=1e-5), True)
-    eps = argument(node, 3, "eps")
-    return NormCall(x, weight, None, torch.finfo(fake.dtype).eps if eps is None else eps, False)
+    eps, result = argument(node, 3, "eps"), fake_value(node)
+    if eps is None:  # of the dtype in which it computes: float32 under autocast
+        eps = torch.finfo(fake.dtype if result is None else result.dtype).eps
+    return NormCall(x, weight, None, eps, False)
 
 
 def _written_out(node: Node) -> NormCall | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from qframework.graph.missing_values import record_missing_values
@@ -81,3 +81,14 @@ def test_norms(name):
 def test_other_operations(name):
     norm, x = found(OTHERS[name])
     assert norm is None or norm.input is not x
+
+
+def test_eps_under_autocast():
+    """On a GPU, autocast runs rms_norm in float32, whose epsilon is then the default."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    norm = graph.call_function(F.rms_norm, (x, (8,)))
+    x.meta["val"], norm.meta["val"] = torch.empty(4, 8, dtype=torch.float16), torch.empty(4, 8)
+    found = norm_call(norm)
+    assert found is not None
+    assert found.eps == torch.finfo(torch.float32).eps
