@@ -45,6 +45,11 @@ _METADATA = record(
     format=INT, versions=mapping(PLAIN, PLAIN), devices=many(one_of(("cpu", "cuda", "mps", "xpu"))), config=_config
 )
 
+_EXPERTS = (
+    ". Experts of transformers use that operator on CPUs: call model.set_experts_implementation('batched_mm') before "
+    "quantize, so that they use PyTorch's own"
+)
+
 
 def save(
     model: GraphModule | ExportedProgram,
@@ -87,7 +92,8 @@ def save(
             # as load does, on the tensors at hand
             _build(checked, dict(program.state_dict), dict(program.constants))
         except FileFormatError as error:
-            raise UnsupportedError(f"save: load would refuse this model: {error}") from error
+            remedy = _EXPERTS if "torch.ops.transformers." in str(error) else ""
+            raise UnsupportedError(f"save: load would refuse this model: {error}{remedy}") from error
 
 
 def load(path: str | os.PathLike[str]) -> GraphModule:
