@@ -149,8 +149,20 @@ def _channels(norm: NormCall) -> int:
 
 def _comes_from_memory(x: Node) -> bool:
     """Whether no kernel of Inductor computes ``x``."""
+    x = _behind_views(x)
     written = is_written_by_int8_linear(x) or linear_call(x) is not None
     return written or x.op in ("placeholder", "get_attr") or x.target is _ours.norm.default
+
+
+def _behind_views(x: Node) -> Node:
+    """What ``x`` is a reshape of, such as windows or an image of the same tokens, as long as that copies nothing."""
+    while operation(x) in ("view", "reshape", "flatten", "unflatten"):
+        source: Any = x.args[0]
+        fake = fake_value(source)
+        if fake is None or not fake.is_contiguous():
+            break
+        x = source
+    return x
 
 
 def _is_inference(norm: NormCall, node: Node) -> bool:

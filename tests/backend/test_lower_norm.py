@@ -18,9 +18,17 @@ MANY = (8, 1024, 64)
 
 
 def graph_of(
-    shape=MANY, *, device="cuda", dynamic=True, written_by=None, also_read=False, zero_point=False, write=False
+    shape=MANY,
+    *,
+    device="cuda",
+    dynamic=True,
+    written_by=None,
+    viewed=None,
+    also_read=False,
+    zero_point=False,
+    write=False,
 ):
-    """A norm of an input, or of the result of ``written_by``, and its quantization."""
+    """A norm of an input, or of the result of ``written_by``, reshaped from ``viewed``, and its quantization."""
     graph = fx.Graph()
     names = ("x", "weight", "bias", "scale", "zero_point")
     x, weight, bias, scale, point = map(graph.placeholder, names)
@@ -32,6 +40,10 @@ def graph_of(
     source = x
     if written_by is not None:
         source = graph.call_function(written_by, (x,))
+        source.meta["val"] = x.meta["val"]
+    if viewed is not None:
+        source.meta["val"] = viewed(x.meta["val"])
+        source = graph.call_method("reshape", (source, shape))
         source.meta["val"] = x.meta["val"]
     normed = graph.call_function(F.layer_norm, (source, (shape[-1],), weight, bias, 1e-6))
     normed.meta["val"] = x.meta["val"]
@@ -67,6 +79,18 @@ def test_a_static_scale():
 
 def test_the_result_of_an_int8_layer():
     assert targets(written_by=_ours.int8_linear.default)[1:] == [_ours.norm_dynamic_quantize.default]
+
+
+def test_a_view_of_the_result_of_an_int8_layer():
+    """Windows of tokens, say."""
+    found = targets(written_by=_ours.int8_linear.default, viewed=lambda x: x.view(128, 64, 64))
+    assert found[1:] == [_ours.norm_dynamic_quantize.default]
+
+
+def test_a_copy_that_inductor_makes():
+    """It reads the source in the same kernel."""
+    found = targets(written_by=_ours.int8_linear.default, viewed=lambda x: x.transpose(0, 1))
+    assert _ours.dynamic_quantize.default in found
 
 
 LEFT = {
