@@ -277,6 +277,7 @@ def _draw(device: Device, path: Path) -> None:
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_yticks(range(len(found)), [case["fp16"].record.subject for case in found])
         axis.invert_yaxis()
+        axis.margins(y=0.01)
         axis.grid(axis="x", linewidth=0.4)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("speed as a multiple of FP16 compiled by Inductor")
