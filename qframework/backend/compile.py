@@ -39,7 +39,7 @@ _warned: set[str] = set()
 _DERIVATIVES = "its graph computes derivatives (torch.func.grad or jvp, forward mode), and INT8 operators have none"
 _HIGHER_ORDER = "a higher-order operator holds it: torch.cond, a loop, activation checkpointing"
 SKIPPED = "torch.compile skips code that it cannot capture"
-_stop_watching: Callable[[], None] = lambda: None  # noqa: E731
+_watching: list[Callable[[], None]] = []  # what ends it, at most one
 # Inductor checks strides and alignment of every argument of every repeated block at each call. Dynamo's guards already
 # check the inputs, and tests our operators.
 _WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
@@ -201,9 +201,9 @@ def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch_skipped_code() -> None:
     """Log and count functions that Dynamo skips as a whole, for which it never calls a backend."""
-    global _stop_watching
-    _stop_watching()  # anew, since torch._dynamo.reset() ends it
-    _stop_watching = when_skipped(_note_skipped_function)
+    while _watching:
+        _watching.pop()()
+    _watching.append(when_skipped(_note_skipped_function))  # anew, since torch._dynamo.reset() ends it
 
 
 def _note_skipped_function(skipped: GraphBreak, backend: Any) -> None:

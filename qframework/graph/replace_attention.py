@@ -58,7 +58,7 @@ def erase_unread(gm: GraphModule, node: Node, own: Collection[Node] = ()) -> Non
 
     So do writes in place, except those of ``own``.
     """
-    for part in [user for user in node.users if operation(user) == "getitem" and not user.users]:
+    for part in [user for user in node.users if _is_unread_part(user)]:
         gm.graph.erase_node(part)
     if node.op not in ("call_function", "call_method") or any(not is_assertion(user) for user in node.users):
         return
@@ -71,6 +71,11 @@ def erase_unread(gm: GraphModule, node: Node, own: Collection[Node] = ()) -> Non
     for each in inputs:
         if not is_erased(each):
             erase_unread(gm, each, own)
+
+
+def _is_unread_part(node: Node) -> bool:
+    """Whether a node takes one result of several, such as the indices of maxima, for nobody."""
+    return operation(node) == "getitem" and isinstance(node.args[1], int) and not node.users
 
 
 def name_shapes(gm: GraphModule) -> None:
