@@ -11,8 +11,8 @@ To::
 
 Inductor computes these in one kernel as well, with two to five times as many instructions for the same bytes: on an
 H100 it takes 1.1 to 4.7 times as long before a quantization (``other/2026-11-27-h100-norm-quantize.json``) and 1.0 to
-2.0 times elsewhere (``other/2026-11-27-h100-norms.json``); no other chip was measured. What Inductor computes from
-other tensors is left to it, since it reads them in the same kernel, but for rows that it computes badly.
+2.3 times elsewhere (``other/2026-11-27-h100-norms.json``); no other chip was measured. A norm whose input Inductor
+computes is left to it, since one kernel then does both, except for the row lengths in ``LONG_ROWS``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from qframework.backend.keep_quantize import has_many_rows, is_per_token, is_wri
 from qframework.backend.lowering import Lowering
 from qframework.graph.nodes import argument, fake_value, linear_call, operation
 from qframework.graph.norms import NormCall, norm_call
+from qframework.graph.shapes import same_shape
 from qframework.graph.writes import written_between
 from qframework.kernels.norm import MAX_CHANNELS
 from qframework.numerics import FLOAT_DTYPES
@@ -33,11 +34,11 @@ from qframework.numerics import FLOAT_DTYPES
 _ours = torch.ops.qframework
 
 LONG_ROWS = range(1025, 2560)
-"""Channels of which Inductor neither keeps a row in registers nor fills the 2,048 lanes of its loops.
+"""Row lengths at which a kernel of our own is faster even if Inductor would compute more in one kernel.
 
-There a kernel of ours is faster even where Inductor computes the input in the same kernel, or would compute a norm, a
-sum, and the norm that is quantized in one."""
-_BEFORE_A_FLOAT_NORM = range(1025, 1600)  # likewise, with a norm behind the sum that is not quantized
+That is the input of a norm, or a norm, a sum and a second norm that is quantized. Inductor keeps shorter rows in
+registers; longer ones were measured to be as fast or not at all."""
+_BEFORE_A_FLOAT_NORM = range(1025, 1600)  # the same for a norm, a sum and a second norm that stays in float
 
 
 def lower_norm(lowering: Lowering) -> None:
@@ -92,13 +93,13 @@ def _lower(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
 
 
 def _is_quantized(total: Node) -> bool:
-    """Whether a norm of ``total`` was made one operator with its quantization, as they are in the reverse order."""
+    """Whether the norm of ``total`` and its quantization are one operator already: the last nodes are visited first."""
     operators = (_ours.norm_quantize.default, _ours.norm_dynamic_quantize.default)
     return any(user.target in operators for user in total.users)
 
 
 def _residual_behind(norm: Node) -> Node | None:
-    """What only reader of a norm adds to it: another tensor of its shape and dtype, contiguous."""
+    """What the only reader of a norm adds to it: another contiguous tensor of its shape and dtype."""
     (add,) = norm.users if len(norm.users) == 1 else (None,)
     if add is None or operation(add) != "add" or argument(add, 2, "alpha", default=1) != 1:
         return None
@@ -107,7 +108,7 @@ def _residual_behind(norm: Node) -> Node | None:
     fake, total, normed = (fake_value(x) if isinstance(x, Node) else None for x in (other, add, norm))
     if fake is None or total is None or normed is None or other is norm or not fake.is_contiguous():
         return None
-    alike = fake.shape == normed.shape == total.shape and fake.dtype == normed.dtype == total.dtype
+    alike = all(each.dtype == normed.dtype and same_shape(each.shape, normed.shape) for each in (fake, total))
     return other if alike and fake.device == normed.device else None
 
 
@@ -123,8 +124,12 @@ def _arguments(norm: NormCall) -> tuple[Any, ...]:
 
 
 def _is_written(norm: NormCall, end: Node, *others: Node) -> bool:
-    """Whether something before ``end`` writes to what the operator would read there."""
-    return written_between(norm.input, end, [*norm.input_nodes, *others]) is not None
+    """Whether something before ``end`` writes to what the operator would read there.
+
+    A weight with an offset is read where the operator is, not where the graph computes their sum.
+    """
+    first = min(norm.input_nodes) if norm.offset else norm.input
+    return written_between(first, end, [*norm.input_nodes, *others]) is not None
 
 
 def _pays(norm: NormCall) -> bool:
@@ -169,7 +174,7 @@ def _is_inference(norm: NormCall, node: Node) -> bool:
     """Whether the result has the input's dtype and no operand needs a gradient."""
     operands = [fake_value(each) for each in norm.input_nodes]
     result = fake_value(node)
-    if result is None or any(x is None or x.dtype != result.dtype for x in operands[:1]):
+    if result is None or operands[0] is None or operands[0].dtype != result.dtype:
         return False
     return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands))
 

@@ -316,6 +316,7 @@ class _Logits:
     summands: list[Summand] = field(default_factory=list)
     row_factors: list[tuple[Node, bool]] = field(default_factory=list)
     sinks: Node | None = None
+    shifted: bool = False  # by the same for all keys, which changes no softmax over keys alone
 
     @classmethod
     def trace(cls, node: Any, factor: float) -> _Logits:
@@ -380,6 +381,7 @@ class _Logits:
         if shape_of(subtracted) != (*shape_of(x)[:-1], 1):
             return None
         logits = cls.trace(x, factor)
+        logits.shifted = True
         unread = [user for user in users(own[-1]) if not user.users]  # exports also name the indices of the maxima
         logits.nodes += [own[-1], *unread, *own[:-1]]
         return logits
@@ -397,6 +399,8 @@ class _Logits:
         logits = cls.trace(x, factor)
         if factor != 1.0 or logits.sinks is not None or not same_shape(shape_of(x), logits.shape):
             raise Refused("its logits must not change behind their sinks")
+        if logits.shifted:
+            raise Refused("its logits must not be shifted before their sinks, which are not")
         logits.sinks = sinks
         logits.nodes.append(node)
         return logits
@@ -430,10 +434,10 @@ class _Logits:
         if operation(node) != "add" or argument(node, 2, "alpha", default=1) != 1:
             return None
         x, y = argument(node, 0, "input", "self"), argument(node, 1, "other")
-        if isinstance(x, (int, float)) or isinstance(
-            y, (int, float)
-        ):  # softmax does not depend on it: the same for all keys
-            return cls.trace(y if isinstance(x, (int, float)) else x, factor)
+        if isinstance(x, (int, float)) or isinstance(y, (int, float)):
+            logits = cls.trace(y if isinstance(x, (int, float)) else x, factor)
+            logits.shifted = True
+            return logits
         failure: Exception = NotAttention()
         for logits_side, other in ((x, y), (y, x)):
             if not isinstance(other, Node) or fake_value(other) is None or shape_of(logits_side) != shape_of(node):
@@ -458,8 +462,10 @@ class _Logits:
         if isinstance(penalty, Node) and fake_value(penalty) is None:
             return None
         logits = cls.trace(x, factor)
-        if isinstance(penalty, Node):  # a number is the same for all keys
+        if isinstance(penalty, Node):
             logits.summands.append(Summand(penalty, shape_of(node), -factor))
+        else:
+            logits.shifted = True
         return logits
 
     @classmethod

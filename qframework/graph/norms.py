@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from qframework.graph.attention_patterns import CASTS
 from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.writes import writes_in_place
 
 
 class NormCall(NamedTuple):
@@ -93,7 +94,8 @@ def _base_of(squares: Any) -> Node | None:
 def _without_offset(weight: Node | None) -> tuple[Node | None, float]:
     """``w`` and the number of ``w + 1``, as Gemma has it, behind casts; other weights as they are, with 0."""
     total = None if weight is None else _behind(weight)
-    if total is None or operation(total) != "add" or argument(total, 2, "alpha", default=1) != 1:
+    plain = total is not None and operation(total) == "add" and not writes_in_place(total)
+    if total is None or not plain or argument(total, 2, "alpha", default=1) != 1:
         return weight, 0.0
     operands = [argument(total, 0, "input"), argument(total, 1, "other")]
     (number, base) = operands if isinstance(operands[1], Node) else reversed(operands)

@@ -293,10 +293,11 @@ def _call(
 
 
 def tile(channels: int) -> tuple[int, int, int]:
-    """Rows and channels of a program, and its warps: mostly of 1,024 values, of 2,048 where one then has a whole row.
+    """Rows and channels of a program, and its number of warps.
 
-    Measured on an H100 (``other/2026-11-27-h100-norm-quantize.json``): one warp for rows of up to 1,024 values takes 50
-    percent longer with 1,024, and half a row of 512 is as fast as a whole one.
+    A program has 2,048 values, or one longer row; a warp has 1,024 of them, or the whole row of 513 to 2,048 values.
+    Measured on an H100 (``other/2026-11-27-h100-norm-quantize.json``): within 9 percent of the best at every size.
+    Programs with a single row of up to 1,024 values take 50 percent longer.
     """
     block_c = max(power_of_2(channels), 16)
     warps = 1 if 512 < block_c <= 2048 else max(block_c // 1024, 2)

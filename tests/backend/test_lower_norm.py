@@ -232,6 +232,33 @@ def test_a_residual_that_is_written_in_between():
     assert _ours.norm.default not in calls(form)
 
 
+def test_a_weight_that_is_written_behind_its_offset():
+    """The operator would read it later, and add the offset to what was written."""
+
+    def form(x, residual, weight):
+        shifted = 1.0 + weight
+        weight.zero_()
+        return _quantized(_root(x * 2) * shifted)
+
+    assert _ours.norm_dynamic_quantize.default not in calls(form)
+
+
+def test_a_weight_that_the_forward_changes():
+    def form(x, residual, weight):
+        changed = weight.add_(1.0)
+        return _quantized(_root(x * 2) * changed)
+
+    assert "add_" in calls(form)
+
+
+def _root(x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def _quantized(x):
+    return _ours.dynamic_quantize.default(x, "per_token")
+
+
 @pytest.mark.parametrize(("channels", "fused"), [(LONG, True), (2560, False), (1024, False)])
 def test_what_inductor_computes_before_a_quantization(channels, fused):
     def form(x, residual, weight):

@@ -81,7 +81,18 @@ def concatenated(q: Tensor, k: Tensor) -> Tensor:
     return torch.cat([product(q, k), SINKS.view(1, 2, 1, 1).expand(2, 2, 17, 1)], -1)
 
 
+def before_sinks(logits: Tensor, v: Tensor) -> Tensor:
+    sinks = SINKS.view(1, 2, 1, 1).expand(2, 2, 17, 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ v
+
+
 LEFT_ALONE = {
+    "maximum subtracted before the sinks": (
+        lambda q, k, v: before_sinks((x := product(q, k)) - x.amax(-1, keepdim=True), v),
+        "shifted before their sinks",
+    ),
+    "number added before the sinks": (lambda q, k, v: before_sinks(product(q, k) + 3.0, v), "shifted before"),
+    "number subtracted before the sinks": (lambda q, k, v: before_sinks(product(q, k) - 3.0, v), "shifted before"),
     "twice a tensor subtracted": (
         lambda q, k, v: torch.sub(product(q, k), MASK, alpha=-2).softmax(-1) @ v,
         "pass through sub",
