@@ -155,13 +155,15 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
 
-def plans_of(names: Sequence[str], providers: Sequence[str], device: str, smoke: bool, latency: bool) -> list[Plan]:
+def plans_of(
+    names: Sequence[str], providers: Sequence[str], device: str, smoke: bool, throughput: bool, latency: bool
+) -> list[Plan]:
     """Throughput and latency of the named architectures."""
     found = []
     for name in names:
         family, at_once = FAMILIES[name], (*AT_ONCE, *BY_BLOCKS)
         everything = (*at_once, *ALONE)
-        batches = {2 if smoke else family.batch: everything if family.in_graphs else at_once}
+        batches = {2 if smoke else family.batch: everything if family.in_graphs else at_once} if throughput else {}
         batches |= {1: everything} if latency else {}
         for batch, offered in batches.items():
             found += [Plan(name, batch, each, device, smoke) for each in offered if each in providers]
@@ -173,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argument_parser("families", __doc__)
     parser.add_argument("--models", type=comma_separated(FAMILIES), help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--providers", type=comma_separated((*AT_ONCE, *BY_BLOCKS, *ALONE)), default=[*AT_ONCE, *ALONE])
-    parser.add_argument("--no-latency", action="store_true", help="leave batch 1 out")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--no-latency", action="store_true", help="leave batch 1 out")
+    alone.add_argument("--no-throughput", action="store_true", help="batch 1 only")
     parser.add_argument("--together", type=int, default=3, help="architectures that are compiled at the same time")
     add_limits(parser, jobs=12, check=400.0, time=20.0, total=3600.0, unit="one provider of one architecture")
     arguments = parser.parse_args(argv)
@@ -184,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     latency = not (arguments.no_latency or arguments.smoke)
     for start in range(0, len(names), arguments.together):  # an early end leaves whole architectures
         group = names[start : start + arguments.together]
-        plans = plans_of(group, arguments.providers, device, arguments.smoke, latency)
+        plans = plans_of(group, arguments.providers, device, arguments.smoke, not arguments.no_throughput, latency)
         run_plans(results, Measurement, plans, Plan.identities, limits, arguments.jobs, rounds=ROUNDS)
     return results.exit_code
 

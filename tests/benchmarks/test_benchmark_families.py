@@ -44,14 +44,16 @@ def test_ids_and_masks_are_not_cast():
 
 
 def test_batch_1_adds_cuda_graphs():
-    plans = families.plans_of(["gpt2"], families.AT_ONCE + families.ALONE, "cuda", smoke=False, latency=True)
+    plans = families.plans_of(
+        ["gpt2"], families.AT_ONCE + families.ALONE, "cuda", smoke=False, throughput=True, latency=True
+    )
     graphs = {plan.batch for plan in plans if plan.provider.endswith("graphs")}
     assert graphs == {1}
     assert {plan.batch for plan in plans} == {1, FAMILIES["gpt2"].batch}
 
 
 def test_decoding_runs_in_cuda_graphs_at_every_batch():
-    plans = families.plans_of(["llama_1b_decoding"], families.ALONE, "cuda", smoke=False, latency=True)
+    plans = families.plans_of(["llama_1b_decoding"], families.ALONE, "cuda", smoke=False, throughput=True, latency=True)
     assert {(plan.batch, plan.provider) for plan in plans} == {(b, name) for b in (1, 16) for name in families.ALONE}
 
 
