@@ -36,6 +36,7 @@ _MOST_KINDS = 10_000
 _places_of_kinds: dict[Any, frozenset[int]] = {}  # of inputs that a call writes, by what _kind returns
 _HARMLESS = (operator.getitem, set_grad_enabled, *AUTOCAST_SCOPES)
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
+_GUARDS = "_guards_fn"  # the module of an exported model that checks its inputs, also those that are None
 
 
 def written_attributes(gm: GraphModule) -> list[Node]:
@@ -110,7 +111,7 @@ class _Written(NamedTuple):
 
 
 def _written_inputs(node: Node) -> set[Node]:
-    harmless = node.target in _HARMLESS or is_inactive_dropout(node)
+    harmless = node.target in _HARMLESS or _checks_inputs(node) or is_inactive_dropout(node)
     if not node.op.startswith("call") or not node.all_input_nodes or harmless:
         return set()
     if isinstance(node.target, OpOverload):
@@ -124,6 +125,10 @@ def _written_inputs(node: Node) -> set[Node]:
         if kind is not None and len(_places_of_kinds) < _MOST_KINDS:
             _places_of_kinds[kind] = places
     return {x for place, x in enumerate(node.all_input_nodes) if place in places}
+
+
+def _checks_inputs(node: Node) -> bool:
+    return node.op == "call_module" and node.target == _GUARDS
 
 
 def _observed_places(node: Node) -> frozenset[int]:

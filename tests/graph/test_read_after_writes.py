@@ -157,3 +157,21 @@ def test_the_compiled_model_agrees():
     assert graph.explain().lowered == 3
     with torch.no_grad():
         assert numerics.sqnr_db(graph(x), torch.compile(graph, backend="qframework")(x)) > 40
+
+
+class OptionalInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, shift=None):
+        y = self.second(F.relu(self.first(x)))
+        return y if shift is None else y + shift
+
+
+@pytest.mark.parametrize("example", [{"x": torch.randn(4, 16), "shift": None}, (torch.randn(4, 16), None)])
+def test_an_input_that_is_none_keeps_no_layer_in_float(example):
+    """The export checks that it is None, which writes nothing, and records no value of it."""
+    quantized = qframework.quantize(OptionalInput().eval(), example, static_int8(), [example])
+    report = quantized.explain()
+    assert (report.lowered, report.total) == (2, 2), str(report)
