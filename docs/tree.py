@@ -20,7 +20,9 @@ ROOMS = (
     *("conversion", "integrations", "evaluation", "tuning", "diagnosis", "cli", "__main__"),
 )
 COLUMN = 28  # where descriptions begin
-ROOMS_OF = {"kernels": ("runtime", "quantize", "hadamard", "norm", "linear", "attention", "blocks", "packaged")}
+ROOMS_OF = {
+    "kernels": ("runtime", "quantize", "hadamard", "norm", "add_norm", "linear", "attention", "blocks", "packaged")
+}
 
 
 def tree() -> str:

@@ -5,6 +5,7 @@ Import ``quantize``, ``dynamic_quantize`` and ``dequantize`` from their module, 
     from qframework.kernels.quantize import quantize
 """
 
+import qframework.kernels.add_norm
 import qframework.kernels.attention.backward
 import qframework.kernels.attention.int8_gradient
 import qframework.kernels.attention.masked_attention

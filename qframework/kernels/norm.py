@@ -16,7 +16,7 @@ a norm and what follows it in one kernel as well, which takes up to five times a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,11 +60,9 @@ class NormArguments(NamedTuple):
 
     def check(self) -> None:
         """Raise QFrameworkError for dtype, shape or device."""
-        _check_norm("norm", self)
+        check_norm("norm", self)
         if self.residual is not None:
-            check_same_device("norm", self.x, residual=self.residual)
-            check_dtype("norm", "residual", self.residual, (self.x.dtype,))
-            check_shape("norm", "residual", self.residual, tuple(self.x.shape))
+            check_residual("norm", self.x, self.residual)
 
 
 class NormDynamicQuantizeArguments(NamedTuple):
@@ -84,7 +82,7 @@ class NormDynamicQuantizeArguments(NamedTuple):
 
     def check(self) -> None:
         """Raise QFrameworkError for dtype, shape or device."""
-        _check_norm("norm_dynamic_quantize", self)
+        check_norm("norm_dynamic_quantize", self)
 
 
 class NormQuantizeArguments(NamedTuple):
@@ -104,19 +102,29 @@ class NormQuantizeArguments(NamedTuple):
 
     def check(self) -> None:
         """Raise QFrameworkError for dtype, shape or device; the implementations check the scale's value."""
-        _check_norm("norm_quantize", self)
-        check_same_device("norm_quantize", self.x, scale=self.scale)
-        check_dtype("norm_quantize", "scale", self.scale, (torch.float32,))
-        if self.scale.numel() != 1:
-            raise QFrameworkError(
-                f"norm_quantize: scale must have one element, got the shape {tuple(self.scale.shape)}"
-            )
+        check_norm("norm_quantize", self)
+        check_one_scale("norm_quantize", self.x, self.scale)
 
 
-_AnyArguments = NormArguments | NormQuantizeArguments | NormDynamicQuantizeArguments
+class NormOperands(Protocol):
+    """What the arguments of every norm have."""
+
+    @property
+    def x(self) -> Tensor: ...
+    @property
+    def weight(self) -> Tensor | None: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def center(self) -> bool: ...
+    @property
+    def offset(self) -> float: ...
 
 
-def _check_norm(operator: str, arguments: _AnyArguments) -> None:
+def check_norm(operator: str, arguments: NormOperands) -> None:
+    """Raise QFrameworkError for dtype, shape or device of x, weight or bias."""
     x = arguments.x
     check_float_input(operator, x)
     check_same_device(operator, x, weight=arguments.weight, bias=arguments.bias)
@@ -126,6 +134,21 @@ def _check_norm(operator: str, arguments: _AnyArguments) -> None:
         if each is not None:
             check_dtype(operator, name, each, FLOAT_DTYPES)
             check_shape(operator, name, each, (x.shape[-1],))
+
+
+def check_residual(operator: str, x: Tensor, residual: Tensor) -> None:
+    """Raise QFrameworkError unless ``residual`` has the device, dtype and shape of x."""
+    check_same_device(operator, x, residual=residual)
+    check_dtype(operator, "residual", residual, (x.dtype,))
+    check_shape(operator, "residual", residual, tuple(x.shape))
+
+
+def check_one_scale(operator: str, x: Tensor, scale: Tensor) -> None:
+    """Raise QFrameworkError unless ``scale`` is one fp32 number on the device of x."""
+    check_same_device(operator, x, scale=scale)
+    check_dtype(operator, "scale", scale, (torch.float32,))
+    if scale.numel() != 1:
+        raise QFrameworkError(f"{operator}: scale must have one element, got the shape {tuple(scale.shape)}")
 
 
 def _normalized(
@@ -163,7 +186,8 @@ def _norm_kernel(
     x_ptr,  # (M, C) float
     weight_ptr,  # (C,) float, with HAS_WEIGHT
     bias_ptr,  # (C,) float, with HAS_BIAS
-    residual_ptr,  # (M, C) float, with HAS_RESIDUAL
+    residual_ptr,  # (M, C) float, added to x with ADDS, to the norm with HAS_RESIDUAL
+    sum_ptr,  # (M, C) float to write, with ADDS
     out_ptr,  # (M, C) float, or int8 with QUANTIZES
     scale_ptr,  # fp32, with QUANTIZES: (M,) to write with DYNAMIC, else (1,) to read
     M,
@@ -175,6 +199,7 @@ def _norm_kernel(
     CENTER: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     QUANTIZES: tl.constexpr,
     DYNAMIC: tl.constexpr,
@@ -183,7 +208,7 @@ def _norm_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Normalize BLOCK_M rows, and quantize them with QUANTIZES. Grid (cdiv(M, BLOCK_M),)."""
+    """Normalize BLOCK_M rows, of a sum with ADDS, and quantize them with QUANTIZES. Grid (cdiv(M, BLOCK_M),)."""
     wait_for_previous_kernel(OVERLAP)
     c = tl.arange(0, BLOCK_C)
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -191,6 +216,11 @@ def _norm_kernel(
     if C != BLOCK_C:
         inside = inside & (c < C)[None, :]
     y = tl.load(x_ptr + (m * stride_xm)[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        residual = tl.load(residual_ptr + (m * stride_rm)[:, None] + c[None, :], mask=inside, other=0.0)
+        rounded = (y + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + (m * C)[:, None] + c[None, :], rounded, mask=inside)
+        y = rounded.to(tl.float32)
     if CENTER:
         y -= tl.math.div_rn(tl.sum(y, 1), C * 1.0)[:, None]  # a product with 1 / C leaves a rest of constant rows
         if C != BLOCK_C:
@@ -223,73 +253,81 @@ def _row_scale(y, MIN_SCALE: tl.constexpr):
 
 def norm_triton(x: NormArguments) -> Tensor:
     """``norm`` on a GPU."""
-    check_device(x.x.device)
     out = x.empty_result()
-    _run(x, out, None, x.residual)
+    run_norm(x, out, residual=x.residual)
     return out
 
 
 def norm_quantize_triton(x: NormQuantizeArguments) -> Tensor:
     """``norm_quantize`` on a GPU."""
-    check_device(x.x.device)
     q = x.empty_result()
-    _run(x, q, x.scale)
+    run_norm(x, q, x.scale)
     return q
 
 
 def norm_dynamic_quantize_triton(x: NormDynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
     """``norm_dynamic_quantize`` on a GPU."""
-    check_device(x.x.device)
     q, scale = x.empty_result()
-    _run(x, q, scale)
+    run_norm(x, q, scale, dynamic=True)
     return q, scale
 
 
-def _run(x: _AnyArguments, out: Tensor, scale: Tensor | None, residual: Tensor | None = None) -> None:
+def run_norm(x: NormOperands, out: Tensor, scale: Tensor | None = None, **form: Any) -> None:
+    """Write the norm of x, or of a sum, to ``out``; see ``_call``."""
+    check_device(x.x.device)
     if out.numel():
-        grid, arguments, constants = _call(x, out, scale, residual)
+        grid, arguments, constants = _call(x, out, scale, **form)
         launch(_norm_kernel, grid)(*arguments, **constants)
 
 
-def _warm_up(device: torch.device, x: _AnyArguments) -> Any:
-    """Compile what is launched for such arguments, which may be on "meta"; None where nothing is."""
-    if not x.x.numel():
+def warm_up_norm(x: NormOperands, out: Tensor, scale: Tensor | None = None, **form: Any) -> Any:
+    """Compile what ``run_norm`` launches for such arguments, which may be on "meta"; None where nothing is."""
+    if not out.numel():
         return None
-    if isinstance(x, NormArguments):
-        grid, arguments, constants = _call(x, x.empty_result(), None, x.residual)
-    elif isinstance(x, NormQuantizeArguments):
-        grid, arguments, constants = _call(x, x.empty_result(), x.scale)
-    else:
-        grid, arguments, constants = _call(x, *x.empty_result())
+    grid, arguments, constants = _call(x, out, scale, **form)
     return warm_up(_norm_kernel, grid)(*arguments, **constants)
 
 
 def _call(
-    x: _AnyArguments, out: Tensor, scale: Tensor | None, residual: Tensor | None = None
+    x: NormOperands,
+    out: Tensor,
+    scale: Tensor | None,
+    *,
+    dynamic: bool = False,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, arguments and constants of the launch; what is missing is represented by the result."""
+    """Grid, arguments and constants of the launch; what is missing is represented by the result.
+
+    A ``scale`` is written if ``dynamic``. ``residual`` is added to x if ``total`` is to be written, else to the norm.
+    """
     rows = rows_of(x.x)
     channels = rows.shape[1]
     block_m, block_c, warps = tile(channels)
     weight, bias = (out if each is None else each.contiguous() for each in (x.weight, x.bias))
     added = out.view(rows.shape) if residual is None else rows_of(residual)
-    pointers = (rows, weight, bias, added, out, out if scale is None else scale)
+    given = (out if each is None else each for each in (total, out, scale))
     constants = {
         "C": channels,
         "OFFSET": x.offset,
         "CENTER": x.center,
         "HAS_WEIGHT": x.weight is not None,
         "HAS_BIAS": x.bias is not None,
-        "HAS_RESIDUAL": residual is not None,
+        "ADDS": total is not None,
+        "HAS_RESIDUAL": residual is not None and total is None,
         "QUANTIZES": scale is not None,
-        "DYNAMIC": isinstance(x, NormDynamicQuantizeArguments),
+        "DYNAMIC": dynamic,
         "MIN_SCALE": MIN_SCALE,
         "BLOCK_M": block_m,
         "BLOCK_C": block_c,
         "num_warps": warps,
     }
-    grid = (cdiv(rows.shape[0], block_m),)
-    return grid, (*pointers, rows.shape[0], rows.stride(0), added.stride(0), x.eps), constants
+    pointers = (rows, weight, bias, added, *given)
+    return (
+        (cdiv(rows.shape[0], block_m),),
+        (*pointers, rows.shape[0], rows.stride(0), added.stride(0), x.eps),
+        constants,
+    )
 
 
 def tile(channels: int) -> tuple[int, int, int]:
@@ -309,28 +347,28 @@ def _norm_quantize_cpu(x: NormQuantizeArguments) -> Tensor:
     return norm_quantize_ref(x)
 
 
-_OF_NORM = "Tensor x, Tensor? weight, Tensor? bias, float eps, bool center, float offset"
+OF_NORM = "Tensor? weight, Tensor? bias, float eps, bool center, float offset"
 NORM = declare(
-    f"norm({_OF_NORM}, Tensor? residual) -> Tensor",
+    f"norm(Tensor x, {OF_NORM}, Tensor? residual) -> Tensor",
     NormArguments,
     cpu=norm_ref,
     cuda=norm_triton,
     fake=NormArguments.empty_result,
-    warm_up=_warm_up,
+    warm_up=lambda device, x: warm_up_norm(x, x.empty_result(), residual=x.residual),
 )
 NORM_QUANTIZE = declare(
-    f"norm_quantize({_OF_NORM}, Tensor scale) -> Tensor",
+    f"norm_quantize(Tensor x, {OF_NORM}, Tensor scale) -> Tensor",
     NormQuantizeArguments,
     cpu=_norm_quantize_cpu,
     cuda=norm_quantize_triton,
     fake=NormQuantizeArguments.empty_result,
-    warm_up=_warm_up,
+    warm_up=lambda device, x: warm_up_norm(x, x.empty_result(), x.scale),
 )
 NORM_DYNAMIC_QUANTIZE = declare(
-    f"norm_dynamic_quantize({_OF_NORM}) -> (Tensor, Tensor)",
+    f"norm_dynamic_quantize(Tensor x, {OF_NORM}) -> (Tensor, Tensor)",
     NormDynamicQuantizeArguments,
     cpu=norm_dynamic_quantize_ref,
     cuda=norm_dynamic_quantize_triton,
     fake=NormDynamicQuantizeArguments.empty_result,
-    warm_up=_warm_up,
+    warm_up=lambda device, x: warm_up_norm(x, *x.empty_result(), dynamic=True),
 )

@@ -29,6 +29,10 @@ def rotation() -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+def summands() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 5, 64).half(), torch.randn(3, 5, 64).half()
+
+
 def scale(*shape: int) -> Tensor:
     return torch.rand(shape or (1,)) + 0.1
 
@@ -107,6 +111,9 @@ CALLS = {
     "norm_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 1e-5, True, 0.0, scale()),
     "norm_dynamic_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 1e-5, True, 0.0),
     "norm": lambda: (torch.randn(3, 5, 64), None, torch.randn(64), 1e-5, False, 1.0, torch.randn(3, 5, 64)),
+    "add_norm": lambda: (*summands(), None, torch.randn(64), 1e-5, False, 1.0),
+    "add_norm_quantize": lambda: (*summands(), scale(64), torch.randn(64), 1e-5, True, 0.0, scale()),
+    "add_norm_dynamic_quantize": lambda: (*summands(), scale(64), torch.randn(64), 1e-5, True, 0.0),
     "rope_quantize": lambda: (heads(), *rotation(), False, 1.5, "per_token", "query"),
     "rope_mean": lambda: (heads(), *rotation()),
 }

@@ -172,14 +172,15 @@ def test_bad_input():
 
 @pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 @pytest.mark.parametrize("channels", [24, 64, 256, 768, 2048, 8192])
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("form", ["norm", "static", "dynamic"])
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.sample(1 / 4)
-def test_the_kernel_compiles(chip, channels, form, tmp_path):
+@pytest.mark.sample(1 / 8)
+def test_the_kernel_compiles(chip, channels, form, adds, tmp_path):
     """Without spills; rows within one warp need no barrier."""
     block_m, block_c, warps = tile(channels)
     quantizes = form != "norm"
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr"), "*fp16")
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "sum_ptr"), "*fp16")
     pointers |= {"out_ptr": "*i8" if quantizes else "*fp16", "scale_ptr": "*fp32"}
     types = {**pointers, "M": "i32", "stride_xm": "i32", "stride_rm": "i32", "eps": "fp32"}
     constants = {
@@ -188,7 +189,8 @@ def test_the_kernel_compiles(chip, channels, form, tmp_path):
         "CENTER": True,
         "HAS_WEIGHT": True,
         "HAS_BIAS": True,
-        "HAS_RESIDUAL": not quantizes,
+        "ADDS": adds,
+        "HAS_RESIDUAL": not quantizes and not adds,
         "QUANTIZES": quantizes,
         "DYNAMIC": form == "dynamic",
         "MIN_SCALE": MIN_SCALE,
