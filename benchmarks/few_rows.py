@@ -36,7 +36,8 @@ from qframework import numerics
 from qframework.kernels import int8_linear
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.launch import write_result
-from qframework.kernels.linear.tiles import Tile, general_tile
+from qframework.kernels.linear.tile import Tile
+from qframework.kernels.linear.tiles import general_tile
 from qframework.kernels.quantize import dynamic_quantize
 from qframework.kernels.runtime.chip import chip_of
 

@@ -25,8 +25,8 @@ from benchmarks.int8_linear import SMALL_M
 from benchmarks.machine import describe_machine
 from benchmarks.timing import time_in_graph, time_kernel
 from qframework.kernels.linear.launch import write_result
+from qframework.kernels.linear.tile import Epilogue, Tile
 from qframework.kernels.linear.tile_candidates import candidates
-from qframework.kernels.linear.tiles import Epilogue, Tile
 from qframework.kernels.runtime.chip import chip_of
 from qframework.outputs import output_file
 from qframework.tuning.kernel_tiles import (

@@ -8,6 +8,7 @@ it is ahead by more than noise.
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import itertools
 import os
@@ -27,8 +28,9 @@ from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.launch import warm_up_tile, write_result
 from qframework.kernels.linear.local_tiles import Chip, MeasuredTile, read_tiles, save_tiles
 from qframework.kernels.linear.reference import int8_linear_ref
+from qframework.kernels.linear.tile import Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.tile_candidates import candidates
-from qframework.kernels.linear.tiles import MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile, bucket, choose_tile
+from qframework.kernels.linear.tiles import MAX_FEW_ROWS, bucket, choose_tile
 
 GAIN = 0.02  # of the time, below which a tile is no better
 _CHUNK = 4096  # rows that are compared at once, in float64
@@ -152,16 +154,16 @@ def measure_tiles(problem: TileProblem, device: torch.device, chip: Chip) -> Til
     assert not isinstance(before, FewRowsTile)  # tile_problems refuses few rows
     tiles = list(dict.fromkeys([before, *candidates(chip.capability, problem.m)]))
     operands = make_operands(problem, device)
-    _compile(operands, tiles, device)
+    compile_tiles(operands, tiles, device)
     exact = int8_linear_ref_in_chunks(operands)
-    usable = [tile for tile in tiles if _is_usable(operands, tile, exact)]
+    usable = [tile for tile in tiles if is_usable(operands, tile, exact)]
     if before not in usable:
         return None
-    copies = _copies(operands, device)
-    times = {tile: _microseconds(copies, tile) for tile in usable}
+    copies = cold_copies(operands, device)
+    times = {tile: microseconds(copies, tile) for tile in usable}
     close = [tile for tile in usable if times[tile] < 1.1 * min(times.values()) or tile == before]
     for tile in close:  # once more, in turn: the clock may have changed
-        times[tile] = min(times[tile], _microseconds(copies, tile))
+        times[tile] = min(times[tile], microseconds(copies, tile))
     return TileTimes(problem, before, times)
 
 
@@ -201,7 +203,7 @@ def is_right(out: Tensor, exact: Tensor) -> bool:
     return bool((off <= 2.0**-10 * exact + 1e-5 * exact.max()).all())
 
 
-def _compile(operands: Int8LinearArguments, tiles: Sequence[Tile], device: torch.device) -> None:
+def compile_tiles(operands: Int8LinearArguments, tiles: Sequence[Tile], device: torch.device) -> None:
     """Compile all tiles in parallel. A tile that fails here fails again where it is launched."""
     workers = min(len(tiles), os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "qframework-tiles") as pool, compile_in(pool):
@@ -219,7 +221,8 @@ def _attempted(operands: Int8LinearArguments, tile: Tile, device: torch.device) 
         return
 
 
-def _is_usable(operands: Int8LinearArguments, tile: Tile, exact: Tensor) -> bool:
+def is_usable(operands: Int8LinearArguments, tile: Tile, exact: Tensor) -> bool:
+    """Whether the chip runs the tile, and its result is that of the reference."""
     out = operands.empty_result()
     try:
         write_result(operands, out, tile)
@@ -228,21 +231,26 @@ def _is_usable(operands: Int8LinearArguments, tile: Tile, exact: Tensor) -> bool
     return is_right(out, exact)
 
 
-def _copies(operands: Int8LinearArguments, device: torch.device) -> list[Int8LinearArguments]:
+def cold_copies(operands: Int8LinearArguments, device: torch.device) -> list[Int8LinearArguments]:
     """The operands with so many copies of the weight that each call finds its own outside of the L2 cache."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     count = min(_MOST_COPIES, max(2, 1 + 2 * cache // operands.b.numel()))
     return [operands, *(operands._replace(b=operands.b.clone()) for _ in range(count - 1))]
 
 
-def _microseconds(copies: Sequence[Int8LinearArguments], tile: Tile) -> float:
-    """Median time of a call, of many in one CUDA graph."""
+def microseconds(copies: Sequence[Int8LinearArguments], tile: Tile) -> float:
+    """Median time of a call."""
     out = copies[0].empty_result()
+    return graph_microseconds([functools.partial(write_result, operands, out, tile) for operands in copies])
+
+
+def graph_microseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Median time of one of ``calls``, which take turns in one CUDA graph."""
 
     def call_all(rounds: int) -> None:
         for _ in range(rounds):
-            for operands in copies:
-                write_result(operands, out, tile)
+            for call in calls:
+                call()
 
     call_all(1)
     once_ms = _elapsed_ms(lambda: call_all(1))
@@ -258,7 +266,7 @@ def _microseconds(copies: Sequence[Int8LinearArguments], tile: Tile) -> float:
     torch.cuda.current_stream().wait_stream(stream)
     graph.replay()
     took = statistics.median(_elapsed_ms(graph.replay) for _ in range(_REPLAYS))
-    return 1e3 * took / (rounds * len(copies))
+    return 1e3 * took / (rounds * len(calls))
 
 
 def _elapsed_ms(fn: Callable[[], None]) -> float:

@@ -18,8 +18,9 @@ from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
+from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
 from qframework.kernels.linear.tile_candidates import candidates
-from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, THIRDS, Tile, choose_tile
+from qframework.kernels.linear.tiles import choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
 from qframework.kernels.runtime.launch import OPTIONS

@@ -11,8 +11,9 @@ import torch
 from qframework.errors import QFrameworkError
 from qframework.kernels.linear.local_tiles import Chip, MeasuredTile, read_tiles
 from qframework.kernels.linear.reference import int8_linear_ref
+from qframework.kernels.linear.tile import Tile
 from qframework.kernels.linear.tile_candidates import candidates
-from qframework.kernels.linear.tiles import Tile, choose_tile
+from qframework.kernels.linear.tiles import choose_tile
 from qframework.tuning import kernel_tiles
 from qframework.tuning.kernel_tiles import TileProblem, TileTimes, make_operands, measure_tiles, tile_problems
 
@@ -38,9 +39,9 @@ def test_bad_problems(widths: list[int], rows: list[int]) -> None:
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[Tile, float]:
     """Times by tile instead of measurements; unknown ones take 10 us."""
     times: dict[Tile, float] = {}
-    monkeypatch.setattr(kernel_tiles, "_compile", lambda *_: None)
-    monkeypatch.setattr(kernel_tiles, "_copies", lambda operands, _: [operands])
-    monkeypatch.setattr(kernel_tiles, "_microseconds", lambda _, tile: times.get(tile, 10.0))
+    monkeypatch.setattr(kernel_tiles, "compile_tiles", lambda *_: None)
+    monkeypatch.setattr(kernel_tiles, "cold_copies", lambda operands, _: [operands])
+    monkeypatch.setattr(kernel_tiles, "microseconds", lambda _, tile: times.get(tile, 10.0))
     return times
 
 

@@ -6,7 +6,8 @@ every one compiles for its chip without spills in the tests. ``tiles.py`` says w
 
 from __future__ import annotations
 
-from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, THIRDS, Tile, chip_key, unmeasured
+from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
+from qframework.kernels.linear.tiles import chip_key, unmeasured
 
 _BIG = Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True)
 _SPECIALIZED = [

@@ -1,8 +1,9 @@
 """Tiles of int8_linear: a table of measurements per chip, else a heuristic.
 
 ``python -m benchmarks.tune_int8_linear`` measures and writes the table, whose keys are chip, bucket of rows, columns,
-inner size and epilogue. A shape without an entry takes the first candidate of its chip that gives every multiprocessor
-work. Nothing is tuned at run time; ``qframework tune-kernels`` measures a machine's own table (local_tiles.py).
+inner size and epilogue. On Hopper, a shape without an entry takes the tile with the least estimated time
+(tile_costs.py); elsewhere the first candidate of its chip that gives every multiprocessor work. Nothing is tuned at run
+time; ``qframework tune-kernels`` measures a machine's own table (local_tiles.py).
 
 Only Hopper's table is measured. The candidates of other chips follow from the sizes that CUDA's programming guide lists
 for their compute capability:
@@ -28,55 +29,19 @@ import math
 from collections.abc import Mapping
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from qframework.kernels.linear.tile import COOPERATIVE, Epilogue, FewRowsTile, Tile
+from qframework.kernels.linear.tile_costs import COSTS, fastest_tile
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import power_of_2
-
-# "activation" has an INT8 result, "activation_float" a 16-bit one; "all" also adds a residual.
-Epilogue = Literal["float", "residual", "int8", "activation", "activation_float", "all"]
-Specialized = Literal["", "pingpong", "cooperative"]
-
-
-class Tile(NamedTuple):
-    """The compile-time choices of the kernel, and its grid."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    # Persistent programs of each multiprocessor: one multiplies while another stores. 0: one program for each tile.
-    programs: int = 0
-    subtiles: int = 1  # parts of a tile's columns whose epilogues run one after the other
-    tma: bool = False  # loads operands through tensor descriptors
-    tma_store: bool = False  # stores the result through one
-    group_m: int = 8  # rows of tiles before the next column of tiles
-    specialized: Specialized = ""  # the kernel of hopper.py, and how its warpgroups share the work
-
-
-class FewRowsTile(NamedTuple):
-    """The compile-time choices of the kernels for few rows, see few_rows.py."""
-
-    block_m: int  # at least the number of rows
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    parts: int = 1  # programs that share the inner size of a tile
-    ahead: int = 0  # channels of the weight to prefetch before the previous kernel is done
-
 
 Table: TypeAlias = Mapping[tuple[int, int, int, Epilogue], Tile]
 """Tiles by bucket of rows, columns, inner size and epilogue."""
 MAX_FEW_ROWS = 64
-PINGPONG = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
-COOPERATIVE = PINGPONG._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
-THIRDS = COOPERATIVE._replace(block_m=192)  # three warpgroups of 64 rows
 # Candidates for a chip, largest first. The last one also serves all smaller problems.
 _BY_POINTERS = [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
 _CANDIDATES: dict[str, list[Tile]] = {
-    "sm_90": [PINGPONG, Tile(64, 64, 128, 4, 4, tma=True, tma_store=True)],
     "sm_90 wide": [
         Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True),
         Tile(64, 128, 128, 4, 3, programs=3, tma=True, tma_store=True),
@@ -141,19 +106,26 @@ def general_tile(
     chip = chip_key(capability)
     if chip == "sm_90":
         wide |= not HAS_GLUON
-        large = k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors
-        if (
-            tma
-            and not wide
-            and (found := _measured(chip, m, n, k, epilogue, local) or (COOPERATIVE if large else None))
-        ):
-            return _with_room(found, epilogue)
-        chip = "sm_90 by pointers" if not tma else "sm_90 wide" if wide else chip
+        if tma and not wide:
+            found = _measured(chip, m, n, k, epilogue, local)
+            return _with_room(found or _on_hopper(m, n, k, processors, epilogue), epilogue)
+        chip = "sm_90 by pointers" if not tma else "sm_90 wide"
     elif not wide and (found := _measured(chip, m, n, k, epilogue, local)):
         return found
     for tile in _CANDIDATES[chip]:
         if m > tile.block_m // 2 and _tiles(tile, m, n) >= processors * max(tile.programs, 1):
-            break
+            return _of_few_channels(tile, k)
+    return _of_few_channels(fastest_tile(m, n, k, processors, tma=False) if capability == (9, 0) else tile, k)
+
+
+def _on_hopper(m: int, n: int, k: int, processors: int, epilogue: Epilogue) -> Tile:
+    """The tile of a shape that is in no table."""
+    if k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors and not epilogue.startswith("activation"):
+        return COOPERATIVE
+    return _of_few_channels(fastest_tile(m, n, k, processors), k)
+
+
+def _of_few_channels(tile: Tile, k: int) -> Tile:
     return tile if k > 64 or tile.specialized else tile._replace(block_k=64)
 
 
@@ -203,9 +175,10 @@ def _measured(chip: str, m: int, n: int, k: int, epilogue: Epilogue, local: Tabl
 def unmeasured(capability: tuple[int, int]) -> set[Tile]:
     """All that is chosen on a chip without a measurement of the machine: heuristic and shipped table."""
     chip = chip_key(capability)
-    found = {*_CANDIDATES[chip], *_table(chip).values()}
+    found = {*_CANDIDATES.get(chip, []), *_table(chip).values()}
     if chip == "sm_90":
-        found |= {_with_room(tile, "residual") for tile in (*found, COOPERATIVE)} | {COOPERATIVE}
+        found |= {COOPERATIVE, *COSTS}
+        found |= {_with_room(tile, "residual") for tile in found}
     return found
 
 

@@ -10,7 +10,8 @@ from test_compile_targets import CHIPS, EPILOGUES, OVERLAPPING, compile_for, pyt
 
 from qframework.kernels.linear.few_rows import _add_parts_kernel, _int8_linear_few_rows_kernel
 from qframework.kernels.linear.launch import ADDED_TILE, few_rows_constants
-from qframework.kernels.linear.tiles import FewRowsTile, few_rows_tile
+from qframework.kernels.linear.tile import FewRowsTile
+from qframework.kernels.linear.tiles import few_rows_tile
 
 ROOM = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of shared memory, 99 on other chips
 POINTERS = {"a_scale": "*fp32", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16"}

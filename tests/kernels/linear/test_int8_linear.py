@@ -28,7 +28,7 @@ from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.arguments import ACTIVATIONS, Int8LinearArguments
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.linear.reference import int8_linear_ref
-from qframework.kernels.linear.tiles import Tile
+from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
 
 SHAPES = [
     ((197, 768), 256),  # a ViT's tokens
@@ -163,10 +163,10 @@ def test_every_tile(monkeypatch, tile, output, shape, n):
 
 
 SPECIALIZED = {
-    "pingpong": int8_linear_tiles.PINGPONG,
-    "pingpong, groups of 8": int8_linear_tiles.PINGPONG._replace(group_m=8),
-    "cooperative": int8_linear_tiles.COOPERATIVE,
-    "three warpgroups": int8_linear_tiles.THIRDS,
+    "pingpong": PINGPONG,
+    "pingpong, groups of 8": PINGPONG._replace(group_m=8),
+    "cooperative": COOPERATIVE,
+    "three warpgroups": THIRDS,
 }
 
 

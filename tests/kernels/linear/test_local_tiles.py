@@ -14,8 +14,9 @@ from qframework.compat.triton import OutOfResources
 from qframework.errors import FileFormatError
 from qframework.kernels.linear import launch, local_tiles
 from qframework.kernels.linear.local_tiles import Chip, MeasuredTile, read_tiles, save_tiles, tile_path
+from qframework.kernels.linear.tile import Tile
 from qframework.kernels.linear.tile_candidates import allowed, candidates
-from qframework.kernels.linear.tiles import Tile, choose_tile, general_tile, has_table
+from qframework.kernels.linear.tiles import choose_tile, general_tile, has_table
 
 GPU = torch.device("cuda", 0)
 ADA = Chip("NVIDIA L40S", (8, 9), 142)

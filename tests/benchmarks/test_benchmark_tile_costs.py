@@ -1,0 +1,49 @@
+"""The costs of int8_linear's tiles are what the stored measurements give, and choose well among them."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tile_costs
+from qframework.kernels.linear.tile_costs import COSTS
+
+STORED = Path(__file__).parents[2] / "benchmarks/results/other/2026-11-27-h100-tile-costs.json"
+
+
+@pytest.fixture(scope="module")
+def records():
+    return json.loads(STORED.read_text())["records"]
+
+
+@pytest.mark.parametrize("tile", COSTS, ids=lambda tile: "x".join(map(str, tile[:5])))
+def test_costs_are_those_of_the_stored_measurements(records, tile):
+    assert tile_costs.fit(records, tile) == pytest.approx(COSTS[tile], abs=0.0051)
+
+
+def test_the_chosen_tile_is_close_to_the_fastest(records):
+    excess = [tile_costs.excess(each) for each in records]
+    assert len(excess) == 192
+    assert statistics.geometric_mean(excess) < 1.02
+    assert max(excess) < 1.4
+
+
+def test_the_chosen_tile_is_faster_than_what_was_chosen_before(records):
+    ratios = [tile_costs.excess(each) * min(tile_costs.times_of(each).values()) / each["before_us"] for each in records]
+    assert statistics.geometric_mean(ratios) < 0.87
+
+
+def test_the_fit_is_printed(capsys):
+    assert tile_costs.main(["--fit", str(STORED)]) == 0
+    assert "times the fastest" in capsys.readouterr().out
+
+
+def test_a_fit_finds_the_costs_that_made_the_times():
+    tile, costs = next(iter(COSTS)), (1.0, 2.0, 0.0, 0.5)
+    made = []
+    for m, n, k in [(128, 512, 512), (1000, 768, 3072), (3000, 2048, 512), (300, 4096, 1024), (2000, 640, 640)]:
+        terms = tile_costs.terms(tile, m, n, k, tile_costs.PROCESSORS)
+        us = sum(cost * term for cost, term in zip(costs, terms, strict=True))
+        made.append({"m": m, "n": n, "k": k, "tiles": [{"tile": list(tile), "us": us}]})
+    assert tile_costs.fit(made, tile) == pytest.approx(costs, abs=1e-6)

@@ -1,0 +1,63 @@
+"""The tile of a shape that no table has, by estimated times."""
+
+import pytest
+
+from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, Epilogue, Tile
+from qframework.kernels.linear.tile_candidates import allowed
+from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, tile_us
+from qframework.kernels.linear.tiles import general_tile
+
+HOPPER = (9, 0)
+
+
+def chosen(m: int, n: int, k: int, epilogue: Epilogue = "float", **options) -> Tile:
+    return general_tile(m, n, k, HOPPER, 132, epilogue, **options)
+
+
+def test_almost_all_multiprocessors_at_work_are_enough_for_the_largest_tile():
+    """13 x 10 tiles on 132 multiprocessors took the smallest tile, and twice as long."""
+    assert chosen(1568, 1280, 5120, "residual") == PINGPONG
+
+
+@pytest.mark.parametrize("shape", [(128, 384, 384), (197, 512, 512), (100, 320, 1280)])
+def test_small_products_have_a_program_for_many_multiprocessors(shape):
+    m, n, _ = shape
+    tile = chosen(*shape)
+    assert -(-m // tile.block_m) * -(-n // tile.block_n) >= 40
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "tile"), [("residual", COOPERATIVE._replace(num_stages=3)), ("float", COOPERATIVE)]
+)
+def test_long_rows_of_large_products_take_cooperative_tiles(epilogue, tile):
+    assert chosen(32768, 1536, 6144, epilogue) == tile
+
+
+def test_an_activation_runs_beside_another_tiles_product():
+    assert chosen(3136, 8192, 2048, "activation") == PINGPONG
+
+
+def test_operands_that_tma_cannot_read_take_pointers():
+    for m in (100, 200, 400, 800):
+        assert not chosen(m, 520, 520, tma=False).tma
+    assert chosen(100, 520, 520, tma=False).block_n < 64
+
+
+def test_few_channels_take_short_rounds():
+    assert chosen(200, 512, 64).block_k == 64
+
+
+def test_every_tile_with_a_cost_may_be_named_in_a_file():
+    assert set(COSTS) <= allowed(HOPPER)
+
+
+def test_more_work_never_takes_less_time():
+    for tile in COSTS:
+        assert (
+            tile_us(tile, 200, 512, 512, 132) <= tile_us(tile, 400, 512, 512, 132) <= tile_us(tile, 400, 512, 1024, 132)
+        )
+
+
+def test_fewer_multiprocessors_take_larger_tiles():
+    few, many = (fastest_tile(128, 512, 1024, processors) for processors in (4, 132))
+    assert few.block_m * few.block_n > many.block_m * many.block_n
