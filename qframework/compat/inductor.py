@@ -12,6 +12,7 @@ import torch.compiler.config
 
 from qframework.compat.early_launch import waiting_first
 from qframework.compat.missing import explained
+from qframework.compat.pytree import treespec_loads
 from qframework.compat.subgraphs import one_schema_for_equal_calls
 
 compiler_config: Any = torch.compiler.config  # PyTorch adds patch() at import
@@ -80,15 +81,18 @@ def compile_graph(
         )
 
 
-def compile_package(program: Any, path: str, config: dict[str, Any]) -> None:
-    """Compile an exported program to a package of AOTInductor; ``path`` must end in ``.pt2``."""
+def compile_package(program: Any, path: str, config: dict[str, Any], metadata: dict[str, str]) -> None:
+    """Compile an exported program to a package of AOTInductor with this metadata; ``path`` must end in ``.pt2``."""
     with explained():
         from torch._inductor import aoti_compile_and_package
 
     with V.set_choices_handler(Choices()):
-        aoti_compile_and_package(program, package_path=path, inductor_configs={**_shared_standard_library(), **config})
+        kept = {_METADATA: {**metadata, **config.get(_METADATA, {})}}
+        configs = {**_shared_standard_library(), **config, **kept}
+        aoti_compile_and_package(program, package_path=path, inductor_configs=configs)
 
 
+_METADATA = "aot_inductor.metadata"
 _LINKED = "aot_inductor.custom_op_libs"
 _STANDARD_LIBRARY = "libstdc++.so.6"
 
@@ -118,6 +122,12 @@ def load_compiled_package(path: str) -> Any:
     # PyTorch's own function also compares the machines, for which it compiles files, and then loads a second time
     # where there is no compiler.
     return AOTICompiledModel(loader(path, "model", False, 1, -1))
+
+
+def package_structure(run: Any) -> Any:
+    """How the inputs of a loaded package are nested: its positional and keyword inputs."""
+    with explained():
+        return treespec_loads(run.loader.get_call_spec()[0])
 
 
 def _other_machine(metadata: Mapping[str, str]) -> str | None:
@@ -183,5 +193,6 @@ __all__ = [
     "list_mode_options",
     "list_options",
     "load_compiled_package",
+    "package_structure",
     "select_decomp_table",
 ]

@@ -292,6 +292,7 @@ _ROWS = (
         Name(f"torch.{name}", "models cannot be compiled to packages of AOTInductor, nor these be loaded")
         for name in (
             "_inductor.aoti_compile_and_package",
+            "_C._aoti.AOTIModelPackageLoader.get_call_spec",
             "_C._aoti.AOTIModelPackageLoader.load_metadata_from_package",
             "export.pt2_archive._package.AOTICompiledModel",
         )

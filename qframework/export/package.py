@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qframework.backend import Report
 from qframework.backend.compile import own_decompositions, run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import parse_options
+from qframework.compat import pytree
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, first_line
 from qframework.export.capture import call_of, check_model, own_graph
+from qframework.export.package_inputs import checked_call, describe_inputs
 from qframework.export.plain_outputs import make_outputs_plain
 from qframework.files import open_regular
 from qframework.graph.export_program import export_program
 from qframework.kernels.linear.int8_linear import PACKAGED
 from qframework.kernels.packaged import name_dtypes
 from qframework.outputs import check_output_file
+
+_INPUTS = "qframework_inputs"  # in the metadata of a package
 
 
 def to_package(
@@ -76,6 +80,7 @@ def write_package(
 
     _check_path(path)
     settings = parse_options(None, options)
+    args, kwargs = pytree.tree_map_only(Tensor, _dense, (args, kwargs))
     gm = own_graph(model, args, kwargs, dynamic_shapes, "to_package")
     make_outputs_plain(gm)
     lowering = Lowering.of(gm, (), settings)
@@ -87,7 +92,7 @@ def write_package(
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=f".{Path(path).name}.") as folder:
             partial = str(Path(folder) / Path(path).name)
             try:
-                compile_package(program, partial, settings.inductor)
+                compile_package(program, partial, settings.inductor, {_INPUTS: describe_inputs(program)})
             except Exception as error:  # compilers and Inductor raise many kinds
                 raise QFrameworkError(
                     f"to_package: AOTInductor cannot compile the model: {first_line(error)}"
@@ -100,18 +105,27 @@ def load_package(path: str | os.PathLike[str]) -> Any:
     """The compiled model in a package of ``to_package``: a function of the model's inputs.
 
     It has no parameters, submodules or other attributes of the model, no gradients, and cannot move to another device.
+    It raises UnsupportedError for inputs that the code was not compiled for, and copies those whose memory has another
+    layout than the example's. Packages that PyTorch's own function wrote check nothing.
 
     Raises:
         FileFormatError: the file is not a package, or is for another platform.
         FileNotFoundError: there is no such file.
     """
-    from qframework.compat.inductor import load_compiled_package
+    from qframework.compat.inductor import load_compiled_package, package_structure
 
     open_regular(path).close()
     try:
-        return load_compiled_package(os.fspath(path))
+        run = load_compiled_package(os.fspath(path))
     except RuntimeError as error:
         raise FileFormatError(f"{path} is not a package that this machine can run: {first_line(error)}") from error
+    description = run.get_metadata().get(_INPUTS)
+    return run if description is None else checked_call(run, package_structure(run), description)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """An example in memory of its own, whose layout inputs can be copied to."""
+    return x.detach().clone()
 
 
 def _check_path(path: str | os.PathLike[str]) -> None:

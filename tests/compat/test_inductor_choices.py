@@ -67,6 +67,6 @@ def test_packages_are_compiled_with_these_choices(monkeypatch):
     monkeypatch.setattr(
         torch._inductor, "aoti_compile_and_package", lambda *arguments, **named: seen.append(type(V.choices))
     )
-    inductor.compile_package(None, "model.pt2", {})
+    inductor.compile_package(None, "model.pt2", {}, {})
     assert seen == [Choices]
     assert type(V.choices) is InductorChoices

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import qframework
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.export import load_package, to_package
+from qframework.export.package import write_package
 from qframework.kernels.linear.cpu import CpuChoice
 from qframework.quantizer import QFrameworkQuantizer, dynamic_int8, static_attention, static_int8
 
@@ -149,6 +150,81 @@ def test_files_that_are_no_packages(tmp_path: Path) -> None:
         load_package(tmp_path / "saved.pt2")
 
 
+class Scaled(nn.Module):
+    """A constant of the compiled code, an optional input, and two inputs of one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, more: dict[str, Tensor], bias: Tensor | None = None, *, scale: float) -> Tensor:
+        out = self.fc(x + more["y"] + more["twice"].unflatten(0, (-1, 2)).sum(1)) * scale
+        return out if bias is None else out + bias
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory):
+    """A model, its package, and the arguments of a call."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    batch = torch.export.Dim("batch", min=4, max=50)
+    model = qframework.quantize_(Scaled().eval(), dynamic_int8())
+    path = tmp_path_factory.mktemp("package") / "scaled.pt2"
+    args, kwargs = arguments(5)
+    shapes = {"x": {0: batch}, "more": {"y": {0: batch}, "twice": {0: 2 * batch}}, "bias": None, "scale": None}
+    write_package(model, path, args, kwargs, shapes, None)
+    return model, load_package(path)
+
+
+def arguments(batch: int, scale: float = 2.0, **changes: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    more = {"y": torch.randn(batch, 16), "twice": torch.randn(2 * batch, 16)} | changes
+    return (torch.randn(batch, 16), more, None), {"scale": scale}
+
+
+@pytest.mark.parametrize("batch", [4, 5, 50])
+def test_inputs_of_another_layout_are_copied(scaled, batch: int) -> None:
+    model, run = scaled
+    (_, more, bias), kwargs = arguments(batch)
+    tensors = torch.randn(16, batch).t(), torch.randn(batch, 33)[:, 1::2], torch.randn(17 * batch)[batch:].view(-1, 16)
+    for x in tensors:
+        assert torch.equal(run(x, more, bias, **kwargs), model(x, more, bias, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (arguments(3), r"'x' must have shape \((\w+), 16\), \1 from 4 to 50, got \(3, 16\)"),
+        (arguments(51), r"'x' must have shape .*, got \(51, 16\)"),
+        (arguments(5, y=torch.randn(6, 16)), r"'more_y' must have shape .*, got \(6, 16\), where \w+ is 5"),
+        (arguments(5, y=torch.randn(1, 16)), r"'more_y' must have shape .*, got \(1, 16\)"),
+        (arguments(5, y=torch.randn(5, 17)), r"'more_y' must have shape .*, got \(5, 17\)"),
+        (arguments(5, y=torch.randn(16)), r"'more_y' must have shape .*, got \(16,\)"),
+        (arguments(5, twice=torch.randn(8, 16)), r"'more_twice' must have shape \(2\*\w+, 16\), .*got \(8, 16\)"),
+        (arguments(5, y=torch.randn(5, 16).half()), "'more_y' must be torch.float32 on cpu, got torch.float16 on cpu"),
+        (arguments(5, y=torch.randn(5, 16, device="meta")), "'more_y' must be .* on cpu, got torch.float32 on meta"),
+        (arguments(5, y=2.0), r"'more_y' must be a dense tensor, got 2\.0 of type float"),
+        (arguments(5, scale=3.0), r"'scale' must be 2\.0, a constant of the code, got 3\.0 of type float"),
+        ((arguments(5)[0][:2], {"scale": 2.0}), "3 positional and the keywords 'scale', .* got 2 positional and the"),
+        ((arguments(5)[0], {}), "3 positional and the keywords 'scale', .* got 3 positional and no keywords"),
+        (((*arguments(5)[0][:2], torch.randn(8)), {"scale": 2.0}), "'bias' must be None, a constant of the code"),
+        (arguments(5, z=torch.randn(5, 16)), "inputs must be nested in tuples, lists and dictionaries like"),
+    ],
+)
+def test_inputs_that_the_code_was_not_compiled_for(scaled, call, message: str) -> None:
+    args, kwargs = call
+    with pytest.raises(UnsupportedError, match=f"package: .*{message}"):
+        scaled[1](*args, **kwargs)
+
+
+def test_an_example_in_the_memory_of_another_tensor(tmp_path: Path, fresh_dynamo: None) -> None:
+    torch.manual_seed(0)
+    model, x = qframework.quantize_(MLP().eval(), dynamic_int8()), torch.randn(4, 32)[:, ::2]
+    to_package(model, tmp_path / "mlp.pt2", x)
+    run = load_package(tmp_path / "mlp.pt2")
+    for each in (x, x.contiguous()):
+        torch.testing.assert_close(run(each), model(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[str]]:
     """The metadata that packages seem to have, and what is called to load them."""
@@ -156,6 +232,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[str]]:
 
     class Loader:
         load_metadata_from_package = staticmethod(lambda path, name: metadata)
+        get_metadata = staticmethod(lambda: metadata)
 
         def __init__(self, *arguments: object) -> None:
             called.append("load")
