@@ -54,8 +54,9 @@ def quantize_(
     Args:
         model: the float model, with the device and dtype that it will run in; in eval mode for static scales.
         config: ``dynamic_int8()``, ``static_int8()`` or another LinearConfig.
-        calibration_data: batches of inputs for static scales: tensors, tuples such as ``(images, labels)``, or mappings
-            of keyword inputs. A model on "meta" gets its static scales, per tensor only, from the state dict instead.
+        calibration_data: batches of inputs for static scales: tensors, mappings of keyword inputs, or tuples such as
+            ``(images, labels)``, of which the model gets as many leading items as its ``forward`` requires. A model on
+            "meta" gets its static scales, per tensor only, from the state dict instead.
         filter_fn: called with each linear layer and its name; true for those to quantize. Default: all.
         batches: maximum number of calibration batches; None for all.
         progress: draw a progress bar on a terminal while calibrating.

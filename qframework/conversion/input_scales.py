@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -42,7 +43,7 @@ def input_scales(
     hooks = [layers[name].register_forward_pre_hook(each, with_kwargs=True) for name, each in watched.items()]
     seen = 0
     try:
-        with torch.no_grad(), progress_bar(data, batches, progress) as advance:
+        with torch.no_grad(), _without_nested_tensors(model), progress_bar(data, batches, progress) as advance:
             for batch in islice(iter(data), batches):
                 call_model(model, move(batch, device))
                 check_finite_activations([each.observer for each in watched.values() if each.observer], seen)
@@ -60,6 +61,19 @@ def input_scales(
             f"{len(scales)} layers saw one, {next(iter(scales))!r} among them. Calibrate with real inputs"
         )
     return scales
+
+
+@contextlib.contextmanager
+def _without_nested_tensors(model: nn.Module) -> Iterator[None]:
+    """``nn.TransformerEncoder`` makes them of padded inputs, which observers and the INT8 layers do not take."""
+    encoders = [each for each in model.modules() if isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor]
+    for each in encoders:
+        each.use_nested_tensor = False
+    try:
+        yield
+    finally:
+        for each in encoders:
+            each.use_nested_tensor = True
 
 
 class _Watched:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from quantized_models import MLP, bert, gpt2, vit
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qframework
 from qframework import conversion, numerics, quantize_
+from qframework.attention import model_inputs
 from qframework.conversion import QuantizedLinear
 from qframework.conversion.linear_module import quantized_weight
 from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
@@ -310,14 +311,43 @@ def test_the_fast_path_of_an_encoder_layer_is_left() -> None:
 
 
 @torch.no_grad()
-def test_an_encoder_takes_padding_without_nested_tensors() -> None:
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_an_encoder_takes_padding_without_nested_tensors(config) -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     model, x = nn.ModuleDict({"text": encoder}).eval(), torch.randn(2, 5, 16)
+    model.forward = encoder.forward
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     reference = encoder(x, src_key_padding_mask=padding)
-    quantize_(model, dynamic_int8())
+    data = None if config.activation.dynamic else [{"src": x, "src_key_padding_mask": padding}]
+    quantize_(model, config, data)
     real = ~padding  # PyTorch's nested tensors pad their result by zeros
     assert numerics.sqnr_db(reference[real], encoder(x, src_key_padding_mask=padding)[real]) > 30
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        return self.fc(x if mask is None else x * mask)
+
+
+@pytest.mark.parametrize(
+    ("others", "names"),
+    [
+        ((torch.ones(4, 16, dtype=torch.bool),), "'mask' keep"),
+        ((torch.ones(4, 16, dtype=torch.int64), torch.ones(4)), "'mask', 'scale' keep"),
+        ((torch.arange(4),), None),  # classes
+        ((None,), None),
+    ],
+)
+def test_inputs_that_calibration_leaves_out_of_a_tuple_are_logged(others, names: str | None, caplog) -> None:
+    model_inputs._warn_once.cache_clear()
+    quantize_(Masked().eval(), static_int8(), [(torch.randn(4, 16), *others)] * 2)
+    found = [each.getMessage() for each in caplog.records if "forward of Masked requires 1" in each.getMessage()]
+    assert len(found) == (names is not None), found
+    assert names is None or names in found[0]
 
 
 @torch.no_grad()
