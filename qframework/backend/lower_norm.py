@@ -17,6 +17,7 @@ computes is left to it, since one kernel then does both, except for the row leng
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,21 +44,36 @@ _BEFORE_A_FLOAT_NORM = range(1025, 1600)  # the same for a norm, a sum and a sec
 
 def lower_norm(lowering: Lowering) -> None:
     """Replace every such norm."""
+    replace_norms(lowering, _lower)
+
+
+def replace_norms(lowering: Lowering, replace: Callable[[GraphModule, Node], set[Node]]) -> None:
+    """Call ``replace`` for each node, the last one first, and erase what it returns and the nodes that only these read.
+
+    A norm that is written out is many nodes.
+    """
     gm = lowering.gm
-    replaced: set[Node] = set()  # with what only they read, as a norm that is written out is many nodes
+    replaced: set[Node] = set()
     for node in reversed(list(gm.graph.nodes)):
         if node.users and replaced.issuperset(node.users):
             replaced.add(node)
-        elif (norm := _norm_before(node)) is not None and _pays(norm) and not _is_written(norm, node):
-            replaced |= _fuse_quantize(gm, node, norm)
-        elif (norm := norm_call(node)) is not None and _is_possible(norm) and _is_inference(norm, node):
-            replaced |= _lower(gm, node, norm)
+        elif node not in replaced:
+            replaced |= replace(gm, node)
     for node in reversed(list(gm.graph.nodes)):
         if node in replaced and node.op.startswith("call"):
             gm.graph.erase_node(node)
 
 
-def _norm_before(node: Node) -> NormCall | None:
+def _lower(gm: GraphModule, node: Node) -> set[Node]:
+    """Replace a norm, or a quantization and the norm before it, where that pays; returns what it replaces."""
+    if (norm := norm_before(node)) is not None and _pays(norm) and not is_written(norm, node):
+        return _fuse_quantize(gm, node, norm)
+    if (norm := norm_call(node)) is None or not is_possible(norm) or not keeps_dtype(norm, node):
+        return set()
+    return set() if needs_gradient(norm.input_nodes) else _lower_alone(gm, node, norm)
+
+
+def norm_before(node: Node) -> NormCall | None:
     """The norm that only this quantization, per token or with one given scale, reads."""
     if node.target is _ours.quantize.default:
         scale = fake_value(node.args[1]) if isinstance(node.args[1], Node) else None
@@ -70,25 +86,25 @@ def _norm_before(node: Node) -> NormCall | None:
 
 def _fuse_quantize(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
     """Make a quantization and the norm before it one operator; returns what it replaces."""
-    operator, arguments = _ours.norm_dynamic_quantize.default, _arguments(norm)
+    operator, arguments = _ours.norm_dynamic_quantize.default, norm_arguments(norm)
     if node.target is _ours.quantize.default:
         operator, arguments = _ours.norm_quantize.default, (*arguments, node.args[1])
     _replace(gm, node, operator, arguments)
     return {node}
 
 
-def _lower(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
+def _lower_alone(gm: GraphModule, node: Node, norm: NormCall) -> set[Node]:
     """Make a norm ``qframework::norm`` where that pays; returns what it replaces."""
     residual = _residual_behind(node)
     end = node if residual is None else next(iter(node.users))
     others = [] if residual is None else [residual]
     if residual is None:
-        pays = norm.center and _channels(norm) >= LONG_ROWS.start
+        pays = norm.center and channels(norm) >= LONG_ROWS.start
     else:
-        pays = _channels(norm) in (LONG_ROWS if _is_quantized(end) else _BEFORE_A_FLOAT_NORM)
-    if not pays or not _comes_from_memory(norm.input) or _is_written(norm, end.next, *others):
+        pays = channels(norm) in (LONG_ROWS if _is_quantized(end) else _BEFORE_A_FLOAT_NORM)
+    if not pays or not comes_from_memory(norm.input) or is_written(norm, end.next, *others):
         return set()
-    _replace(gm, end, _ours.norm.default, (*_arguments(norm), residual))
+    _replace(gm, end, _ours.norm.default, (*norm_arguments(norm), residual))
     return {node, end}
 
 
@@ -119,11 +135,12 @@ def _replace(gm: GraphModule, node: Node, operator: Any, arguments: tuple[Any, .
     node.replace_all_uses_with(new)
 
 
-def _arguments(norm: NormCall) -> tuple[Any, ...]:
+def norm_arguments(norm: NormCall) -> tuple[Any, ...]:
+    """The first arguments of ``norm``, ``norm_quantize`` and ``norm_dynamic_quantize``."""
     return (norm.input, norm.weight, norm.bias, norm.eps, norm.center, norm.offset)
 
 
-def _is_written(norm: NormCall, end: Node, *others: Node) -> bool:
+def is_written(norm: NormCall, end: Node, *others: Node) -> bool:
     """Whether something before ``end`` writes to what the operator would read there.
 
     A weight with an offset is read where the operator is, not where the graph computes their sum.
@@ -134,32 +151,32 @@ def _is_written(norm: NormCall, end: Node, *others: Node) -> bool:
 
 def _pays(norm: NormCall) -> bool:
     """Whether one kernel for the norm and the quantization behind it is faster than Inductor's."""
-    return _is_possible(norm) and (_comes_from_memory(norm.input) or _channels(norm) in LONG_ROWS)
+    return is_possible(norm) and (comes_from_memory(norm.input) or channels(norm) in LONG_ROWS)
 
 
-def _is_possible(norm: NormCall) -> bool:
+def is_possible(norm: NormCall) -> bool:
     """Whether the operators take the norm, of many rows on a GPU."""
     x = fake_value(norm.input)
     if x is None or x.device.type != "cuda" or not has_many_rows(x.shape):
         return False
-    fits = x.dtype in FLOAT_DTYPES and x.is_contiguous() and 0 < _channels(norm) <= MAX_CHANNELS
+    fits = x.dtype in FLOAT_DTYPES and x.is_contiguous() and 0 < channels(norm) <= MAX_CHANNELS
     return fits and all(map(_is_parameter, (norm.weight, norm.bias)))
 
 
-def _channels(norm: NormCall) -> int:
+def channels(norm: NormCall) -> int:
     """0 if unknown."""
     x = fake_value(norm.input)
     return x.shape[-1] if x is not None and isinstance(x.shape[-1], int) else 0
 
 
-def _comes_from_memory(x: Node) -> bool:
+def comes_from_memory(x: Node) -> bool:
     """Whether no kernel of Inductor computes ``x``."""
-    x = _behind_views(x)
+    x = behind_views(x)
     written = is_written_by_int8_linear(x) or linear_call(x) is not None
     return written or x.op in ("placeholder", "get_attr") or x.target is _ours.norm.default
 
 
-def _behind_views(x: Node) -> Node:
+def behind_views(x: Node) -> Node:
     """What ``x`` is a reshape of, such as windows or an image of the same tokens, as long as that copies nothing."""
     while operation(x) in ("view", "reshape", "flatten", "unflatten"):
         source: Any = x.args[0]
@@ -170,13 +187,16 @@ def _behind_views(x: Node) -> Node:
     return x
 
 
-def _is_inference(norm: NormCall, node: Node) -> bool:
-    """Whether the result has the input's dtype and no operand needs a gradient."""
-    operands = [fake_value(each) for each in norm.input_nodes]
-    result = fake_value(node)
-    if result is None or operands[0] is None or operands[0].dtype != result.dtype:
-        return False
-    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands))
+def keeps_dtype(norm: NormCall, node: Node) -> bool:
+    """Whether the result has the dtype of the norm's input."""
+    x, result = fake_value(norm.input), fake_value(node)
+    return x is not None and result is not None and x.dtype == result.dtype
+
+
+def needs_gradient(nodes: Iterable[Node]) -> bool:
+    """Whether a gradient of one of these values is needed."""
+    values = [fake_value(node) for node in nodes]
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in values)
 
 
 def _is_parameter(node: Node | None) -> bool:

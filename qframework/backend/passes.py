@@ -16,6 +16,7 @@ from qframework.backend.fuse_hadamard import fuse_hadamard
 from qframework.backend.group_weights import group_weights
 from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
+from qframework.backend.lower_add_norm import lower_add_norm
 from qframework.backend.lower_attention import lower_attention
 from qframework.backend.lower_linear import lower_linear
 from qframework.backend.lower_norm import lower_norm
@@ -117,6 +118,7 @@ LOWERING: tuple[Pass, ...] = (
     keep_zero_point_biases,
     group_weights,
     fuse_hadamard,
+    lower_add_norm,
     lower_norm,
     keep_dynamic_quantize,
 )
