@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qframework.arguments import described
 from qframework.compat.dispatch import forward_level, functorch_transforms_active
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.fallbacks import Fallbacks
@@ -130,6 +131,9 @@ def sage_attention(
         handed_over = _handed_over(query, key, value, is_causal, scale, enable_gqa) if sm_scale is None else None
         if handed_over is not None:
             return handed_over
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise UnsupportedError(f"sage_attention: {name} must be a tensor, got {described(x)}")
     if backward == "exact":
         _refuse_dropout(dropout_p)
     scale = _one_scale("sage_attention", scale, sm_scale)
@@ -283,6 +287,7 @@ def _pytorch(call: SageAttentionArguments) -> Tensor:
     """PyTorch's attention, hidden from enclosing scopes, with this package's masks: a row of False gives zeros."""
     mask = call.attn_mask
     if mask is not None:
+        mask = torch.atleast_2d(mask)  # PyTorch's kernels read its last two sizes
         if mask.dtype == torch.bool:  # of which cuDNN averages the values of a row of False
             mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, -torch.inf)
         mask = cast_mask(mask, call.query.dtype)

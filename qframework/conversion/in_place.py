@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 
 from qframework.arguments import check_module, described
@@ -21,7 +22,14 @@ from qframework.fallbacks import Fallbacks
 from qframework.listeners import tell_quantized
 from qframework.numerics import MAX_INT8_PRODUCTS
 from qframework.quantizer import LinearConfig
-from qframework.training.roles import children_whose_weight_is_read, held, linear_role, obstacle, own_forward
+from qframework.training.roles import (
+    check_not_converted,
+    children_whose_weight_is_read,
+    held,
+    linear_role,
+    obstacle,
+    own_forward,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -87,8 +95,7 @@ def quantize_layers(
     _check(model, config, calibration_data, filter_fn)
     layers = _layers(model, filter_fn or (lambda module, name: True))
     if not layers:
-        done = sum(isinstance(module, QuantizedLinear) for module in model.modules())
-        why = f"{done} are quantized already" if done else "Warnings name the layers that stay in float, and why"
+        why = _why_none(model, filter_fn)
         raise UnsupportedError(
             "quantize_: model must hold a linear layer that filter_fn selects and that can be quantized, got none in "
             f"a {type(model).__name__}. {why}"
@@ -107,8 +114,20 @@ def quantize_layers(
             layer.replace(_quantized(layer, weight, config, scales.get(layer.name)))
 
 
+def _why_none(model: nn.Module, filter_fn: Filter | None) -> str:
+    if done := sum(isinstance(module, QuantizedLinear) for module in model.modules()):
+        return f"{done} are quantized already"
+    linears = [(name, module) for name, module in model.named_modules() if linear_role(module) is not None]
+    if not linears:
+        return "An exported model has none" if isinstance(model, GraphModule) else "It has no linear layer"
+    if filter_fn is not None and not any(filter_fn(module, name) for name, module in linears):
+        return f"filter_fn selects none of its {len(linears)} linear layers, such as {linears[0][0]!r}"
+    return "Warnings name the layers that stay in float, and why"
+
+
 def _check(model: nn.Module, config: LinearConfig, calibration_data: object, filter_fn: object) -> None:
     check_module(model, "quantize_: model")
+    check_not_converted(model, "quantize_: model")
     if is_compiled(model):
         raise UnsupportedError("quantize_: model must not be compiled. Quantize it first, then compile it")
     if not isinstance(config, LinearConfig):
@@ -223,12 +242,12 @@ def _obstacle(module: nn.Module) -> str | None:
     """Why a linear layer must stay in float."""
     if own_forward(module):
         return "its forward was replaced"
+    if reason := obstacle(module):
+        return reason
     if has_hooks(module):
         return "it has hooks"
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"
-    if reason := obstacle(module):
-        return reason
     features = module.weight.shape[1 if isinstance(module, nn.Linear) else 0]  # type: ignore[index]
     if features > MAX_INT8_PRODUCTS:
         return f"it has {features} input features, over {MAX_INT8_PRODUCTS} INT32 sums can overflow"

@@ -21,6 +21,7 @@ from qframework.graph.export_program import export_program
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
 from qframework.quantizer.quantizer import module_names
 from qframework.quantizer.rules import Config
+from qframework.training.roles import check_not_converted
 
 PRESETS = {"static_int8": static_int8, "dynamic_int8": dynamic_int8}
 RECIPES = {"best": Recipe.best}
@@ -66,6 +67,11 @@ def quantize(
         QFrameworkError: ``torch.export`` cannot capture the model with these inputs and shapes.
     """
     check_module(model, "quantize: model")
+    check_not_converted(model, "quantize: model")
+    if isinstance(model, QuantizedModel):
+        raise UnsupportedError(
+            "quantize: model must be a float model, got a QuantizedModel, which is quantized already"
+        )
     if is_compiled(model):
         raise UnsupportedError("quantize: model must not be compiled. Pass the model given to torch.compile")
     if model.training:

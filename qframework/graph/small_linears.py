@@ -34,6 +34,8 @@ def why_too_small(x: Node, weight: Node, dynamic: bool) -> str | None:
     given, matrix = fake_value(x), fake_value(weight)
     if given is None or matrix is None or matrix.ndim != 2:
         return None
+    if 0 in matrix.shape:
+        return f"its weight is empty, of shape {tuple(matrix.shape)}"
     rows = math.prod(map(traced_size, given.shape[:-1]))
     outputs, inputs = map(traced_size, matrix.shape)
     fewest = FEWEST_PRODUCTS

@@ -33,8 +33,8 @@ from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs,
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.compilation import keep_graphs_whole, register_fallbacks
 from qframework.training.plan import MEANT, ConversionPlan, Converted, Kept, Mode, make_plan
-from qframework.training.replace import become, check_unchanged, float_again, is_converted
-from qframework.training.roles import held
+from qframework.training.replace import become, check_unchanged, float_again
+from qframework.training.roles import held, is_converted
 
 log = logging.getLogger("qframework")
 _REPORT = "_int8_training_report"

@@ -19,7 +19,7 @@ from qframework.compat.modules import parameters
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training.attention import AttentionGradient, Int8Attention
-from qframework.training.replace import Replacement, gated_mlp, is_converted, replacement, taken_name
+from qframework.training.replace import Replacement, gated_mlp, replacement, taken_name
 from qframework.training.roles import (
     GATED,
     Role,
@@ -28,6 +28,7 @@ from qframework.training.roles import (
     in_attention,
     is_attention_name,
     is_block,
+    is_converted,
     is_gated_mlp,
     linear_role,
     lookalike,

@@ -23,10 +23,8 @@ from qframework.training.dropout import Int8Dropout
 from qframework.training.linear import Int8Conv1D, Int8Linear
 from qframework.training.linear_baselines import PerTensorConv1D, PerTensorLinear, PerTokenConv1D, PerTokenLinear
 from qframework.training.norm import Int8LayerNorm, Int8RMSNorm
-from qframework.training.roles import Role, activation_kind, norm_eps, writes_input
+from qframework.training.roles import ORIGIN, Role, activation_kind, norm_eps, writes_input
 from qframework.training.scale import Int8DropPath, Int8LayerScale
-
-_ORIGIN = "_float_origin"
 
 
 @dataclass(frozen=True)
@@ -82,25 +80,20 @@ def become(module: nn.Module, new: Replacement) -> None:
     added = {**new.settings, **{name: value for name, value in new.shape.items() if not hasattr(module, name)}}
     module.__class__ = _joined(new.kind, before)
     module.__dict__.update(added)
-    module.__dict__[_ORIGIN] = _Origin(before, new.kind, tuple(added))
+    module.__dict__[ORIGIN] = _Origin(before, new.kind, tuple(added))
 
 
 def float_again(module: nn.Module) -> None:
     """Undo ``become``."""
-    origin: _Origin = module.__dict__.pop(_ORIGIN)
+    origin: _Origin = module.__dict__.pop(ORIGIN)
     for name in origin.added:
         module.__dict__.pop(name, None)
     module.__class__ = _float_class(type(module), origin)
 
 
-def is_converted(module: nn.Module) -> bool:
-    """Whether ``become`` changed ``module``."""
-    return _ORIGIN in module.__dict__
-
-
 def check_unchanged(name: str, module: nn.Module) -> None:
     """Raise QFrameworkError if the class of a converted module was changed again."""
-    origin: _Origin = module.__dict__[_ORIGIN]
+    origin: _Origin = module.__dict__[ORIGIN]
     if type(module) not in (_joined(origin.kind, each) for each in (origin.before, _unparametrized(origin.before))):
         raise QFrameworkError(
             f"restore_float: {name} must have the class of its conversion, {origin.kind.__name__}, got "
@@ -153,8 +146,8 @@ def _reduce_ex(kind: type[nn.Module], own: type[nn.Module]) -> Callable[..., Any
         joined = _joined(kind, own)
         build, args, *rest = super(joined, self).__reduce_ex__(max(protocol, 2))
         build, *args = (own if value is joined else value for value in (build, *args))
-        origin: _Origin = self.__dict__[_ORIGIN]
-        brought = {name: self.__dict__[name] for name in (*origin.added, _ORIGIN) if name in self.__dict__}
+        origin: _Origin = self.__dict__[ORIGIN]
+        brought = {name: self.__dict__[name] for name in (*origin.added, ORIGIN) if name in self.__dict__}
         return _rebuilt, (kind, own, build, tuple(args), brought), *rest
 
     return __reduce_ex__

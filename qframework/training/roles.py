@@ -24,9 +24,11 @@ from torch.nn.utils import parametrize
 
 from qframework.compat.dispatch import is_traceable_wrapper_subclass
 from qframework.compat.modules import parameters, submodules, with_parameters, with_submodules
+from qframework.errors import UnsupportedError
 from qframework.numerics import FLOAT_DTYPES
 
 Role = Literal["linear", "conv1d", "layer_norm", "rms_norm", "activation", "dropout", "layer_scale", "drop_path"]
+ORIGIN = "_float_origin"  # the attribute of a converted module that says what it was
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -336,6 +338,21 @@ def obstacle(module: nn.Module) -> str | None:
         if parameter.dtype not in FLOAT_DTYPES:
             return f"{name} has dtype {parameter.dtype}, not float32, float16 or bfloat16"
     return None
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether ``convert_to_int8_training`` changed ``module``."""
+    return ORIGIN in module.__dict__
+
+
+def check_not_converted(model: nn.Module, argument: str) -> None:
+    """Raise UnsupportedError, naming ``argument``, for a model that ``convert_to_int8_training`` changed."""
+    name = next((name for name, module in model.named_modules() if is_converted(module)), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"{argument} must be a float model, got a {type(model).__name__} that convert_to_int8_training converted, "
+            f"in {name or 'itself'}. Call qframework.training.restore_float(model) first"
+        )
 
 
 def own_forward(module: nn.Module) -> bool:

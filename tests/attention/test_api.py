@@ -318,6 +318,7 @@ BAD = {
         UnsupportedError,
         r"query must have 3 dimensions .* to 5 .*, got shape \(8, 16\)",
     ),
+    "no tensor": ({"key": X.numpy()}, UnsupportedError, "key must be a tensor, got array"),
     "NHD rank": (
         {**dict.fromkeys(("query", "key", "value"), torch.zeros(8, 16)), "tensor_layout": "NHD"},
         QFrameworkError,
@@ -433,6 +434,12 @@ class TestLeftToPyTorch:
         assert [call[3] for call in faster] == [kind]
         assert (out[0, :, 4] == 0).all()
         assert out.isfinite().all()
+
+    @pytest.mark.parametrize("mask", [torch.linspace(-2, 2, 9), torch.arange(9) > 2, torch.tensor(1.0)], ids=str)
+    def test_masks_of_fewer_than_two_dimensions(self, mask):
+        operands = self.operands(torch.float32)
+        expected = sage_attention(*operands, attn_mask=mask.expand(2, 3, 9, 9))
+        torch.testing.assert_close(sage_attention(*operands, attn_mask=mask), expected)
 
     def test_a_repeated_call_is_not_decided_again(self, faster):
         """And is counted, until something that may decide it changes."""

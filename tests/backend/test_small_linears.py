@@ -70,6 +70,17 @@ def test_a_mix_of_heads_stays_in_float(convert):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("convert", [dynamic, static])
+def test_layers_with_an_empty_weight_stay_in_float(convert):
+    empty, inner = nn.Linear(16, 0), nn.Linear(0, 16)
+    nn.init.normal_(inner.bias)
+    model, x = nn.Sequential(nn.Linear(16, 16), empty, inner, nn.Linear(16, 16)).eval(), torch.randn(4, 16)
+    reports = convert(model, x)
+    assert [name for name, each in reports.items() if each.lowered] == ["0", "3"]
+    assert "its weight is empty, of shape (0, 16)" in reports["1"].reason or convert is static
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("convert", [dynamic, static])
 def test_layers_of_few_rows_or_many_channels_are_quantized(convert):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 256)).eval()
     assert all(report.lowered for report in convert(model, torch.randn(4095, 8)).values())

@@ -23,6 +23,7 @@ from qframework.conversion.linear_module import quantized_weight
 from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
 from qframework.quantizer import WeightConfig, dynamic_int8, qattn_paper, static_attention, static_int8
 from qframework.quantizer.observers import WeightObserver
+from qframework.training import convert_to_int8_training
 
 
 @pytest.fixture(autouse=True)
@@ -231,8 +232,30 @@ def test_only_children_whose_weight_is_read_stay_in_float() -> None:
     reference = model(x)
     assert quantized(quantize_(model, dynamic_int8())) == {"0.fc1", "0.head"}
     assert numerics.sqnr_db(reference, model(x)) > 30
-    with pytest.raises(UnsupportedError, match="got none in a Other"):
+    with pytest.raises(UnsupportedError, match=r"got none in a Other\. Warnings name the layers"):
         quantize_(Other(), dynamic_int8())
+
+
+def test_why_no_layer_is_quantized() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"none in a MLP\. filter_fn selects none of its 3 linear layers, such as"
+    ):
+        quantize_(MLP(), dynamic_int8(), filter_fn=lambda module, name: name == "fc3")
+    with pytest.raises(UnsupportedError, match=r"none in a ReLU\. It has no linear layer$"):
+        quantize_(nn.ReLU(), dynamic_int8())
+    exported = qframework.quantize(MLP().eval(), torch.randn(4, 16), dynamic_int8())
+    with pytest.raises(UnsupportedError, match=r"QuantizedModel\. An exported model has none"):
+        quantize_(exported, dynamic_int8())
+    trained = convert_to_int8_training(vit()[0], skip_slower=False)
+    with pytest.raises(
+        UnsupportedError, match=r"model must be a float model, got a VisionTransformer that convert_to_int8_"
+    ):
+        quantize_(trained, dynamic_int8())
+
+
+def test_a_lazy_layer_stays_in_float(caplog) -> None:
+    quantize_(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), dynamic_int8())
+    assert "layer '0' stays in float: weight is not initialized: run the float model once first" in caplog.text
 
 
 @torch.no_grad()

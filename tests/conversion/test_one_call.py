@@ -15,6 +15,7 @@ from qframework.conversion.one_call import QuantizedModel
 from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
 from qframework.serialization import read_metadata
+from qframework.training import convert_to_int8_training
 
 
 def lowered(model: QuantizedModel) -> set[str]:
@@ -185,11 +186,25 @@ def _in_training():
     return MLP().train()
 
 
+def _trained_in_int8():
+    return convert_to_int8_training(vit()[0], skip_slower=False).eval()
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
         (_in_training, {}, r"model must be in eval mode"),
         (lambda: torch.compile(MLP().eval()), {}, r"model must not be compiled"),
+        (
+            _trained_in_int8,
+            {},
+            r"got a VisionTransformer that convert_to_int8_training converted",
+        ),
+        (
+            lambda: quantize(MLP().eval(), torch.randn(4, 16), dynamic_int8()),
+            {},
+            r"model must be a float model, got a QuantizedModel, which is quantized already",
+        ),
         (lambda: "vit", {}, r"model must be an nn.Module, got 'vit'"),
         (MLP, {"config": "int4"}, r"config must be a configuration such as static_int8\(\), one of 'static_int8', "),
         (MLP, {"recipe": "worst"}, r"recipe must be None, a Recipe or 'best', got 'worst'"),
