@@ -69,9 +69,9 @@ def outline(gm: GraphModule) -> int:
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     kinds = _numbered([_kind(node) for node in calls])
     repeat = longest_repeat(kinds)
-    if repeat.saved < _LEAST_SAVED:
+    if repeat.saved < _LEAST_SAVED or (cut := _at_the_best_cut(repeat, calls, kinds)) is None:
         return 0
-    blocks = _alike(_at_the_best_cut(repeat, calls, kinds).stretches(calls))
+    blocks = _alike(cut.stretches(calls))
     if len(blocks) < 2 or len(blocks[0]) * (len(blocks) - 1) < _LEAST_SAVED:
         return 0
     name = _free_name(gm, "repeated_block")
@@ -128,10 +128,11 @@ def longest_repeat(kinds: Sequence[int]) -> Repeat:
     return best
 
 
-def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]) -> Repeat:
+def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]) -> Repeat | None:
     """Shift the repeat so that its cuts lie behind an ``int8_linear``, and as few values as possible cross them.
 
-    The shift may cost the last stretch.
+    The shift may cost the last stretch. None if there is no ``int8_linear``: any other cut separates what Inductor
+    would compute in one kernel.
     """
     place = {node: number for number, node in enumerate(calls)}
     last_use = [max((place.get(user, len(calls)) for user in node.users), default=-1) for node in calls]
@@ -139,13 +140,16 @@ def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]
     while end < len(kinds) and kinds[end] == kinds[end - repeat.length]:
         end += 1
 
-    def cost(begin: int) -> tuple[bool, int]:
+    def crossing(begin: int) -> int:
         cut = begin + repeat.length  # between two stretches
-        crossing = [node for node, last in zip(calls[:cut], last_use, strict=False) if last >= cut]
-        crossing = [node for node in crossing if not reads_grouped_weight(node)]
-        return calls[cut - 1].target is not _int8_linear, len(crossing)
+        found = [node for node, last in zip(calls[:cut], last_use, strict=False) if last >= cut]
+        return sum(not reads_grouped_weight(node) for node in found)
 
-    begin = min(range(repeat.start, repeat.start + repeat.length), key=cost)
+    begins = range(repeat.start, repeat.start + repeat.length)
+    behind = [begin for begin in begins if calls[begin + repeat.length - 1].target is _int8_linear]
+    if not behind:
+        return None
+    begin = min(behind, key=crossing)
     return Repeat(begin, repeat.length, (end - begin) // repeat.length)
 
 

@@ -28,9 +28,9 @@ from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.launch import warm_up_tile, write_result
 from qframework.kernels.linear.local_tiles import Chip, MeasuredTile, read_tiles, save_tiles
 from qframework.kernels.linear.reference import int8_linear_ref
-from qframework.kernels.linear.tile import Epilogue, FewRowsTile, Tile
+from qframework.kernels.linear.tile import MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.tile_candidates import candidates
-from qframework.kernels.linear.tiles import MAX_FEW_ROWS, bucket, choose_tile
+from qframework.kernels.linear.tiles import bucket, choose_tile
 
 GAIN = 0.02  # of the time, below which a tile is no better
 _CHUNK = 4096  # rows that are compared at once, in float64

@@ -142,6 +142,14 @@ def test_a_float_model_is_left_whole(monkeypatch):
         torch.compile(nn.Linear(8, 4), backend="qframework")(torch.randn(3, 8))
 
 
+def test_blocks_without_an_int8_layer_are_left_whole():
+    """A cut elsewhere would keep Inductor from fusing a norm with what is before it."""
+    x, body = example(), blocks(4)
+    gm, inputs = lowered_graph(nn.Sequential(body, converted(nn.Sequential(nn.Linear(32, 8)).eval(), body(x))), x)
+    assert calls(gm, _int8_linear)
+    assert outline(gm) == 0
+
+
 def test_symbolic_sizes_are_left_whole():
     x = example()
     gm, _ = lowered_graph(converted(blocks(4), x), x, dynamic=True)

@@ -13,8 +13,7 @@ from qframework.kernels.linear import hopper
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
 from qframework.kernels.linear.few_rows import CHUNK, _add_parts_kernel, _int8_linear_few_rows_kernel
 from qframework.kernels.linear.local_tiles import ignore_tiles, tile_for
-from qframework.kernels.linear.tile import Epilogue, FewRowsTile, Tile
-from qframework.kernels.linear.tiles import MAX_FEW_ROWS
+from qframework.kernels.linear.tile import MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, warm_up

@@ -23,9 +23,9 @@ import torch
 from qframework.errors import FileFormatError
 from qframework.fallbacks import Fallbacks
 from qframework.files import read_json, write_json
-from qframework.kernels.linear.tile import Epilogue, FewRowsTile, Tile
+from qframework.kernels.linear.tile import MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.tile_candidates import allowed
-from qframework.kernels.linear.tiles import INTERPRETED, INTERPRETED_FEW_ROWS, MAX_FEW_ROWS, Table, choose_tile
+from qframework.kernels.linear.tiles import INTERPRETED, INTERPRETED_FEW_ROWS, Table, choose_tile
 from qframework.kernels.runtime.chip import chip_of
 
 _logger = logging.getLogger("qframework")

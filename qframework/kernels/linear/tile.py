@@ -38,6 +38,7 @@ class FewRowsTile(NamedTuple):
     ahead: int = 0  # channels of the weight to prefetch before the previous kernel is done
 
 
+MAX_FEW_ROWS = 64  # of the kernels for few rows
 PINGPONG = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
 COOPERATIVE = PINGPONG._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
 THIRDS = COOPERATIVE._replace(block_m=192)  # three warpgroups of 64 rows

@@ -31,14 +31,13 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import TypeAlias
 
-from qframework.kernels.linear.tile import COOPERATIVE, Epilogue, FewRowsTile, Tile
+from qframework.kernels.linear.tile import COOPERATIVE, MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.tile_costs import COSTS, fastest_tile
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import power_of_2
 
 Table: TypeAlias = Mapping[tuple[int, int, int, Epilogue], Tile]
 """Tiles by bucket of rows, columns, inner size and epilogue."""
-MAX_FEW_ROWS = 64
 # Candidates for a chip, largest first. The last one also serves all smaller problems.
 _BY_POINTERS = [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
 _CANDIDATES: dict[str, list[Tile]] = {

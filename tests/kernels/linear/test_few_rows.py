@@ -13,8 +13,8 @@ from test_int8_linear import make_case
 from qframework.kernels.linear import launch as int8_linear_launch
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.launch import readable, write_result
-from qframework.kernels.linear.tile import FewRowsTile, Tile
-from qframework.kernels.linear.tiles import INTERPRETED, MAX_FEW_ROWS, choose_tile, few_rows_tile
+from qframework.kernels.linear.tile import MAX_FEW_ROWS, FewRowsTile, Tile
+from qframework.kernels.linear.tiles import INTERPRETED, choose_tile, few_rows_tile
 
 TILES = {
     "whole K": FewRowsTile(64, 16, 32, 4, 2),

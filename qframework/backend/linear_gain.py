@@ -1,0 +1,130 @@
+"""Whether INT8 pays for a linear layer of few rows on Hopper, by estimated times.
+
+Up to some thousand rows, a product takes 2 to 10 us in either precision, so that what quantizes its input decides, and
+what quantizes its weight if each call does. Layers that read the same tensor share its quantization. Estimates of
+products were fitted to 192 linears (tile_costs.py); those of quantizations are differences of the kernels of eight
+whole models at batch 1 (``other/2026-11-27-h100-batch-1.json``):
+
+- a norm, or operations on rows that Inductor keeps in registers, quantize their result in the same kernel;
+- what no kernel of Inductor computes, such as attention or another INT8 layer, needs a kernel of its own;
+- longer rows of operations are computed twice;
+- a norm or operations on rearranged channels, as behind a convolution, become up to five kernels instead of one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from qframework.backend import keep_quantize
+from qframework.backend.quantized_linear import find_epilogue
+from qframework.graph.nodes import LinearCall, fake_value, linear_call, operation
+from qframework.graph.norms import norm_call
+from qframework.graph.shapes import traced_size
+from qframework.kernels.linear.tile import MAX_FEW_ROWS
+from qframework.kernels.linear.tile_costs import half_us, int8_us
+from qframework.kernels.runtime.chip import capability_of, chip_of
+
+_LONGEST = 1024  # values of a row that Inductor keeps in registers
+_WITH_A_NORM, _WITH_OPERATIONS, _OF_CHANNELS = 0.5, 1.0, 5.9  # us more than without quantization
+_TWICE, _TWICE_FEW = 4.5, 2.0  # the second up to 64 rows
+_ALONE, _ALONE_BYTES = 1.4, 2.0e6  # us, and bytes in a us
+_WEIGHT, _WEIGHT_BYTES = 0.3, 2.3e6
+_ACTIVATION = 1.9  # us of a kernel that INT8 saves, since its epilogue computes the activation
+_BYTES = 2.5e6  # in a us: a sum that the next norm's kernel would write and read otherwise
+_OPERATIONS = {"add", "sub", "mul", "div", "relu", "gelu", "silu", "sigmoid", "tanh", "dropout", "pow", "addcmul"}
+_VIEWS = {"view", "reshape", "flatten", "unflatten", "contiguous", "clone", "to"}
+_ELEMENTWISE = {*_VIEWS, *_OPERATIONS, "transpose", "permute"}
+_CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution"}
+
+
+class LinearGain(NamedTuple):
+    """Microseconds of the layers that share an input: their float products, their INT8 products, and quantizations."""
+
+    float_us: float
+    int8_us: float
+    quantize_us: float  # of their input, and of their weights if each call quantizes them
+
+    @property
+    def pays(self) -> bool:
+        """Whether INT8 takes less time."""
+        return self.int8_us + self.quantize_us < self.float_us
+
+
+def reason_of_few_rows(linear: Node, frozen: bool) -> str | None:
+    """Why INT8 would take longer than the float layer; None if it does not, or if it was not measured.
+
+    Args:
+        linear: the layer.
+        frozen: whether its weight is quantized once, and not at each call.
+    """
+    call = linear_call(linear)
+    gain = None if call is None else _gain(linear, call, frozen)
+    if gain is None or gain.pays:
+        return None
+    weight = "" if frozen else " and weight, which options={'freeze_weights': True} quantizes once,"
+    return (
+        f"INT8 would be slower with so few rows: by estimate {gain.float_us:.1f} us in float, {gain.int8_us:.1f} us in "
+        f"INT8 and {gain.quantize_us:.1f} us for quantizing its input{weight} on this GPU"
+    )
+
+
+def _gain(linear: Node, call: LinearCall, frozen: bool) -> LinearGain | None:
+    x = fake_value(call.input)
+    processors = None if x is None else _multiprocessors(x.device)
+    if x is None or processors is None or x.dtype.itemsize != 2:
+        return None
+    rows, inputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(x.shape[-1])
+    if not 0 < rows < keep_quantize.MANY_ROWS or not inputs:
+        return None
+    in_float = in_int8 = 0.0
+    quantize = 0.0 if _is_quantized(call.input) else _input_us(call.input, rows, inputs)
+    for each in [user for user in call.input.users if (read := linear_call(user)) and read.input is call.input]:
+        fake = fake_value(each)
+        outputs = 0 if fake is None else traced_size(fake.shape[-1])
+        if not outputs:
+            return None
+        in_float += half_us(rows, outputs, inputs) + _behind_float_us(each, rows * outputs)
+        in_int8 += int8_us(rows, outputs, inputs, processors)
+        quantize += 0.0 if frozen else _WEIGHT + 3 * outputs * inputs / _WEIGHT_BYTES
+    return LinearGain(in_float, in_int8, quantize)
+
+
+def _behind_float_us(linear: Node, results: int) -> float:
+    """What other kernels take for the epilogue that INT8 would have."""
+    epilogue = find_epilogue(linear)
+    activation = _ACTIVATION if epilogue.activation != "none" else 0.0
+    return activation + (4 * results / _BYTES if epilogue.residual is not None else 0.0)
+
+
+def _multiprocessors(device: torch.device) -> int | None:
+    """Of a Hopper GPU; None for every other device."""
+    return chip_of(device)[1] if capability_of(device) == (9, 0) else None
+
+
+def _is_quantized(x: Node) -> bool:
+    """Whether another layer has it quantized already."""
+    return any(user.target is torch.ops.qframework.dynamic_quantize.default for user in x.users)
+
+
+def _input_us(x: Node, rows: int, channels: int) -> float:
+    """What quantizing ``x (rows, channels)`` takes beside what is computed anyway."""
+    x = _behind(x, _VIEWS)
+    norm = norm_call(x)
+    computed = norm is not None or operation(x) in _OPERATIONS
+    if computed and operation(_behind(x if norm is None else norm.input, _ELEMENTWISE)) in _CONVOLUTIONS:
+        return _OF_CHANNELS
+    if norm is not None:
+        return _WITH_A_NORM
+    if computed:
+        return _WITH_OPERATIONS if channels <= _LONGEST else _TWICE if rows > MAX_FEW_ROWS else _TWICE_FEW
+    return _ALONE + 3 * rows * channels / _ALONE_BYTES
+
+
+def _behind(node: Node, operations: set[str]) -> Node:
+    while operation(node) in operations and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node

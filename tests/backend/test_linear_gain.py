@@ -1,0 +1,133 @@
+"""Which linears of few rows a compiled float model keeps in float on Hopper, and what explain says of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qframework import numerics
+from qframework.backend import keep_quantize, linear_gain
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, norm: bool = True, shared: int = 1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.first = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(shared))
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        hidden = [F.gelu(each(normed)) for each in self.first]
+        return x + self.fc2(hidden[0] if len(hidden) == 1 else torch.stack(hidden).mean(0))
+
+
+class Behind(nn.Module):
+    """A linear behind attention, which no kernel of Inductor computes."""
+
+    def __init__(self, width: int, outputs: int | None = None) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, outputs or width)
+
+    def forward(self, x):
+        return self.proj(F.scaled_dot_product_attention(x, x, x))
+
+
+class Channels(nn.Module):
+    """A norm behind a convolution, as in ConvNeXt."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.mix, self.norm = nn.Conv1d(width, width, 3, padding=1), nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 4 * width)
+
+    def forward(self, x):
+        return self.fc1(self.norm(self.mix(x.transpose(1, 2)).transpose(1, 2)))
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
+
+
+def reports_of(model, shape, *, frozen=True, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model, x, found = model.eval().to(dtype), torch.randn(shape, dtype=dtype), []
+
+    def backend(gm, example_inputs):
+        found.extend(lower(gm, example_inputs, BackendOptions(linear="int8_dynamic", freeze_weights=frozen)))
+        return gm.forward
+
+    with torch.no_grad():
+        y = torch.compile(model, backend=backend, fullgraph=True)(x)
+        assert numerics.sqnr_db(model(x).float(), y.float()) > 25
+    return {report.name: report for report in found if report.kind == "linear"}
+
+
+def lowered(model, shape, **options):
+    return {name for name, report in reports_of(model, shape, **options).items() if report.lowered}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+class TestFewRows:
+    def test_a_layer_behind_a_norm_is_quantized(self):
+        assert "first.0" in lowered(Mlp(64), (1, 128, 64))
+
+    def test_a_short_layer_behind_another_stays_in_float(self):
+        assert "fc2" not in lowered(Mlp(64), (1, 128, 64))
+
+    def test_a_long_layer_behind_another_is_quantized(self):
+        assert "fc2" in lowered(Mlp(1024), (1, 100, 1024))
+
+    def test_a_small_layer_behind_attention_stays_in_float(self):
+        assert lowered(Behind(128), (1, 2, 100, 128)) == set()
+
+    def test_a_large_layer_behind_attention_is_quantized(self):
+        assert lowered(Behind(2048, 4096), (1, 1, 100, 2048)) == {"proj"}
+
+    def test_layers_with_the_same_input_share_its_quantization(self):
+        alone, together = Mlp(128, norm=False), Mlp(128, norm=False, shared=3)
+        assert "first.0" in lowered(together, (1, 400, 128))
+        assert {f"first.{i}" for i in range(3)} <= lowered(together, (1, 400, 128))
+        reports = reports_of(alone, (1, 400, 128))
+        assert reports["first.0"].lowered or "estimate" in reports["first.0"].reason
+
+    def test_a_norm_of_rearranged_channels(self):
+        assert lowered(Channels(), (1, 200, 64)) == set()
+
+    def test_weights_that_each_call_quantizes_cost_more_than_few_rows_save(self):
+        assert "fc2" in lowered(Mlp(1024), (1, 128, 1024))
+        torch._dynamo.reset()
+        reason = reports_of(Mlp(1024), (1, 128, 1024), frozen=False)["fc2"].reason
+        assert "options={'freeze_weights': True}" in reason
+
+    @pytest.mark.parametrize("rows", [1, 16, 64])
+    def test_decoding_from_frozen_weights_is_quantized(self, rows):
+        assert lowered(Behind(1024, 4096), (1, 1, rows, 1024)) == {"proj"}
+
+    @pytest.mark.parametrize("rows", [1, 64])
+    def test_decoding_from_weights_that_each_call_quantizes_is_not(self, rows):
+        assert lowered(Behind(1024, 4096), (1, 1, rows, 1024), frozen=False) == set()
+
+    def test_the_reason_has_the_estimates(self):
+        report = reports_of(Behind(128), (1, 2, 100, 128))["proj"]
+        times = [float(x) for x in re.findall(r"(\d+\.\d) us", report.reason)]
+        in_float, in_int8, quantizing = times
+        assert in_float < in_int8 + quantizing + 0.1
+        assert not report.fallback
+
+    def test_many_rows_float32_and_other_chips_are_not_estimated(self, monkeypatch):
+        monkeypatch.setattr(keep_quantize, "MANY_ROWS", 200)
+        assert lowered(Behind(128), (1, 2, 100, 128)) == {"proj"}
+        monkeypatch.undo()
+        monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
+        assert lowered(Behind(128), (1, 2, 100, 128), dtype=torch.float32) == {"proj"}
+        monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: None)
+        torch._dynamo.reset()
+        assert lowered(Behind(128), (1, 2, 100, 128)) == {"proj"}
