@@ -12,7 +12,9 @@ To::
 
 ``y`` is the result of a matrix product, which no kernel of Inductor computes; ``x`` is in memory as well, since the
 product depends on it. Where Inductor computes a summand, or what reads the norm, its kernel does more than ours would.
-Not measured yet, so that no row length is in ``FLOAT_ROWS`` and ``INT8_ROWS``.
+Measured on an H100 (``other/2026-11-27-h100-add-norm.json``): 1.0 to 1.4 times as fast as Inductor's
+kernel in float, 1.0 to 1.7 with static and 1.0 to 2.1 with dynamic quantization, most at row lengths that are no powers
+of two.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ from qframework.graph.shapes import same_shape
 
 _ours = torch.ops.qframework
 
-FLOAT_ROWS = range(0)
+FLOAT_ROWS = range(1025, 8193)
 """Row lengths at which the operator replaces a sum and its norm in float."""
-INT8_ROWS = range(0)
+INT8_ROWS = range(768, 8193)
 """Row lengths at which it replaces a sum, its norm and the quantization of that."""
 
 _OPERATORS = (_ours.add_norm.default, _ours.add_norm_quantize.default, _ours.add_norm_dynamic_quantize.default)

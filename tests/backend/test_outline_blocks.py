@@ -145,7 +145,7 @@ def test_a_float_model_is_left_whole(monkeypatch):
 def test_blocks_without_an_int8_layer_are_left_whole():
     """A cut elsewhere would keep Inductor from fusing a norm with what is before it."""
     x, body = example(), blocks(4)
-    gm, inputs = lowered_graph(nn.Sequential(body, converted(nn.Sequential(nn.Linear(32, 8)).eval(), body(x))), x)
+    gm, _ = lowered_graph(nn.Sequential(body, converted(nn.Sequential(nn.Linear(32, 8)).eval(), body(x))), x)
     assert calls(gm, _int8_linear)
     assert outline(gm) == 0
 
