@@ -8,7 +8,9 @@ speed of FP16 with these layers in INT8. On Hopper the limits were measured
 (``other/2026-11-27-h100-small-linears.json``): behind a norm, static INT8 has 0.58 times the speed of FP16 with 32
 inputs and outputs, 0.83 with 64, where a residual that the layer adds makes up for it, and 1.31 with 128. Scales per
 token cost more, and so do rows of INT8 that are no multiple of 32 bytes: 40 inputs and 160 outputs have 0.58, 48 and
-192 have 0.81. With few rows the launch takes most of the time in either precision.
+192 have 0.81. With few rows the launch takes most of the time in either precision, and what quantizes the input
+decides (backend/linear_gain.py). But rows of INT8 that are no multiple of 16 bytes are copied, and so is the weight: 8 us
+for each layer of the static TNT-B at batch 1 (``other/2026-11-27-h100-batch-1.json``), more than INT8 can save.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from torch.fx import Node
 
 from qframework.graph.nodes import fake_value
 from qframework.graph.shapes import traced_size
+from qframework.kernels.linear.tile import MAX_FEW_ROWS
 from qframework.kernels.runtime.chip import capability_of
 
 MANY_ROWS, FEWEST_PRODUCTS = 4096, 1024
 ON_HOPPER = 4096  # the fewest products there,
 ON_HOPPER_SLOWER = 10_000  # with scales per token, or rows of INT8 that are no multiple of 32 bytes
+ON_HOPPER_COPIED = 2**20  # with fewer rows that are copied, since they are no multiple of 16 bytes
 
 
 def why_too_small(x: Node, weight: Node, dynamic: bool) -> str | None:
@@ -38,8 +42,13 @@ def why_too_small(x: Node, weight: Node, dynamic: bool) -> str | None:
         return f"its weight is empty, of shape {tuple(matrix.shape)}"
     rows = math.prod(map(traced_size, given.shape[:-1]))
     outputs, inputs = map(traced_size, matrix.shape)
-    fewest = FEWEST_PRODUCTS
-    if capability_of(given.device) == (9, 0):
+    on_hopper, fewest = capability_of(given.device) == (9, 0), FEWEST_PRODUCTS
+    if on_hopper and MAX_FEW_ROWS < rows < MANY_ROWS and inputs % 16 and inputs * outputs < ON_HOPPER_COPIED:
+        return (
+            f"it has {inputs} inputs for each of {rows} rows, no multiple of 16, which INT8 would copy first. With "
+            f"{ON_HOPPER_COPIED} inputs times outputs or more, a layer is quantized"
+        )
+    if on_hopper:
         fewest = ON_HOPPER_SLOWER if dynamic or inputs % 32 else ON_HOPPER
     if rows < MANY_ROWS or inputs * outputs >= fewest:
         return None

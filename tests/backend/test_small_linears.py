@@ -107,3 +107,24 @@ def test_limits_on_hopper(monkeypatch, inputs, outputs, static, dynamic):
     assert (small_linears.why_too_small(x, weight, True) is not None) == dynamic
     monkeypatch.setattr(small_linears, "capability_of", lambda device: (8, 9))
     assert small_linears.why_too_small(x, weight, True) is None  # other chips were not measured
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "small"),
+    [
+        (3136, 40, 160, True),
+        (3136, 48, 160, False),
+        (64, 40, 160, False),
+        (197, 1000, 2000, False),
+        (65, 100, 100, True),
+    ],
+)
+def test_few_rows_that_are_copied_stay_in_float_on_hopper(monkeypatch, rows, inputs, outputs, small):
+    monkeypatch.setattr(small_linears, "capability_of", lambda device: (9, 0))
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    x.meta["val"], weight.meta["val"] = torch.empty(rows, inputs), torch.empty(outputs, inputs)
+    reasons = [small_linears.why_too_small(x, weight, dynamic) for dynamic in (False, True)]
+    assert [reason is not None and "no multiple of 16" in reason for reason in reasons] == [small, small]
+    monkeypatch.setattr(small_linears, "capability_of", lambda device: (8, 9))
+    assert small_linears.why_too_small(x, weight, False) is None
