@@ -35,7 +35,12 @@ AT_ONCE = (
     "qframework_static",
 )
 BY_BLOCKS = ("torchao_fp8_tensorwise_blocks",)  # compiles within seconds, and takes the place of the whole model
-ALONE = ("fp16_compiled_graphs", "qframework_dynamic_frozen_graphs", "qframework_static_graphs")
+ALONE = (
+    "fp16_compiled_graphs",
+    "qframework_float_graphs",
+    "qframework_dynamic_frozen_graphs",
+    "qframework_static_graphs",
+)
 REP_MS, SMOKE_REP_MS, MIN_RUNS = 120.0, 10.0, 10
 ROUNDS = 5  # of timing: the host of a shared machine takes twice as long for seconds, whatever it computes
 COMPARED = 16  # samples of a batch whose outputs are compared with FP32

@@ -44,7 +44,7 @@ NOTHING = "\nNothing measured yet.\n"
 MODES = {
     "fp16": ("fp16_compiled", "fp16_compiled_graphs"),
     "FP8": ("torchao_fp8_tensorwise", "torchao_fp8_tensorwise_blocks"),
-    "float": ("qframework_float",),
+    "float": ("qframework_float", "qframework_float_graphs"),
     "dynamic": ("qframework_dynamic_frozen", "qframework_dynamic_frozen_graphs"),
     "static": ("qframework_static", "qframework_static_graphs"),
 }

@@ -115,6 +115,7 @@ PROVIDERS: dict[str, Provider] = {
     "torchao_fp8_rowwise_max_autotune": _fp8_rowwise(compile=_max_autotune, alone=True, optional=True),
     "torchao_fp8_tensorwise_max_autotune": _fp8_tensorwise(compile=_max_autotune, alone=True, optional=True),
     "qframework_float": Provider(compile=_qframework(), optional=True),  # attention alone
+    "qframework_float_graphs": Provider(compile=_qframework(graphs=True), optional=True),
     "qframework_static": _int8(quantize=_static, compile=_qframework()),
     "qframework_static_sage": _int8(quantize=_static, compile=_qframework(attention="sage")),
     "qframework_static_int8_attention": _int8(quantize=quantize_with_attention, compile=_qframework()),

@@ -9,8 +9,8 @@ speed of FP16 with these layers in INT8. On Hopper the limits were measured
 inputs and outputs, 0.83 with 64, where a residual that the layer adds makes up for it, and 1.31 with 128. Scales per
 token cost more, and so do rows of INT8 that are no multiple of 32 bytes: 40 inputs and 160 outputs have 0.58, 48 and
 192 have 0.81. With few rows the launch takes most of the time in either precision, and what quantizes the input
-decides (backend/linear_gain.py). But rows of INT8 that are no multiple of 16 bytes are copied, and so is the weight: 8 us
-for each layer of the static TNT-B at batch 1 (``other/2026-11-27-h100-batch-1.json``), more than INT8 can save.
+decides (backend/linear_gain.py). But rows of INT8 that are no multiple of 16 bytes are copied, and so is the weight:
+8 us for each layer of the static TNT-B at batch 1 (``other/2026-11-27-h100-batch-1.json``), more than INT8 can save.
 """
 
 from __future__ import annotations
