@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -82,6 +82,16 @@ class QuantizedModel(GraphModule):
                 "model, or prepare it with prepare_qat_pt2e"
             )
         return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """``.to()`` and its like. Raises UnsupportedError for another dtype: that of the graph is fixed."""
+        for dtype in {tensor.dtype for tensor in [*self.parameters(), *self.buffers()] if tensor.is_floating_point()}:
+            if (changed := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
+                raise UnsupportedError(
+                    f"QuantizedModel: dtype must stay as the model was quantized, {dtype}, got {changed}. Convert the "
+                    "float model before quantize, or run the quantized one under torch.autocast"
+                )
+        return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied: Any = super().__deepcopy__(memo)

@@ -171,6 +171,8 @@ def input_gradient(ctx: Any, grad: Blocks, weight: Blocks, lasts: bool, reads: t
 def result_dtype(x: Tensor) -> torch.dtype:
     """The result dtype of a float linear: that of autocast if it is enabled, otherwise that of ``x``."""
     kind = x.device.type
+    if kind == "meta":  # which autocast does not know
+        return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 

@@ -374,6 +374,15 @@ def test_inputs_that_calibration_leaves_out_of_a_tuple_are_logged(others, names:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_a_model_on_meta_computes_shapes(config) -> None:
+    with torch.device("meta"):
+        model = quantize_(MLP().eval(), config)
+    out = model(torch.empty(3, 16, device="meta"))
+    assert (out.shape, out.dtype, out.device.type) == ((3, 4), torch.float32, "meta")
+
+
+@torch.no_grad()
 def test_code_that_reads_a_weight_gets_the_dequantized_one() -> None:
     layer = quantize_(nn.Sequential(nn.Linear(16, 8)), dynamic_int8())[0]
     x = torch.randn(4, 16)

@@ -99,6 +99,19 @@ def test_what_a_module_has() -> None:
     assert {layer.name for layer in compiled.explain().layers if layer.lowered} == {"fc1", "fc2"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_dtype_of_a_quantized_model_is_fixed(dtype) -> None:
+    x = torch.randn(4, 16, dtype=dtype)
+    quantized = quantize(MLP().eval().to(dtype), x, dynamic_int8())
+    expected = quantized(x)
+    for changed in (lambda: quantized.double(), lambda: quantized.to("cpu", torch.bfloat16), lambda: quantized.half()):
+        with pytest.raises(UnsupportedError, match=r"QuantizedModel: dtype must stay as .*, torch\.float\d\d, got"):
+            changed()
+    assert torch.equal(quantized.to("cpu")(x), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert numerics.sqnr_db(expected.float(), quantized(x).float()) > 25
+
+
 def test_torch_save_of_the_whole_model_names_save(tmp_path) -> None:
     x = torch.randn(4, 16)
     quantized = quantize(MLP().eval(), x, dynamic_int8())
