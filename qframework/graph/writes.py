@@ -36,7 +36,7 @@ _MOST_KINDS = 10_000
 _places_of_kinds: dict[Any, frozenset[int]] = {}  # of inputs that a call writes, by what _kind returns
 _HARMLESS = (operator.getitem, set_grad_enabled, *AUTOCAST_SCOPES)
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
-_GUARDS = "_guards_fn"  # the module of an exported model that checks its inputs, also those that are None
+GUARDS = "_guards_fn"  # the module of an exported model that checks its inputs, also those that are None
 
 
 def written_attributes(gm: GraphModule) -> list[Node]:
@@ -128,7 +128,7 @@ def _written_inputs(node: Node) -> set[Node]:
 
 
 def _checks_inputs(node: Node) -> bool:
-    return node.op == "call_module" and node.target == _GUARDS
+    return node.op == "call_module" and node.target == GUARDS
 
 
 def _observed_places(node: Node) -> frozenset[int]:

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx import GraphModule
 
 from qframework.compat import pytree
 from qframework.errors import FileFormatError
 from qframework.files import parse_json
+from qframework.graph.none_inputs import check_none_inputs
 from qframework.graph.source import look_up_once
 from qframework.serialization.expressions import NOT_PLAIN, SYMBOL, condition
 from qframework.serialization.grammar import (
@@ -80,6 +82,8 @@ def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constant
             isinstance(part, GraphModule) and name != "_guards_fn"
         ):  # generated from checked conditions, which may call methods of inputs
             _check_source(part.code, name)
+    constants_of = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    check_none_inputs(model, [x.name for x in constants_of if isinstance(x, ConstantArgument) and x.value is None])
     look_up_once(model)
     return model
 

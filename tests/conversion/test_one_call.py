@@ -79,6 +79,33 @@ def test_keyword_inputs_saved_and_loaded(tmp_path) -> None:
     assert torch.equal(qframework.load(tmp_path / "named.pt2")(**batch), quantized(**batch))
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x, mask=None, shift=None):
+        x = self.fc(x if mask is None else x * mask)
+        return x if shift is None else x + shift
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_value_for_an_input_that_was_none_is_an_error(tmp_path) -> None:
+    x, mask = torch.randn(4, 16), torch.rand(16) > 0.5
+    quantized = quantize(Masked().eval(), (x, None, mask), dynamic_int8())
+    quantized.save(tmp_path / "masked.pt2")
+    loaded = qframework.load(tmp_path / "masked.pt2")
+    qframework.save(loaded, tmp_path / "again.pt2", (x, None, mask))
+    again = qframework.load(tmp_path / "again.pt2")
+    compiled = torch.compile(quantized, backend="qframework")
+    for model in (quantized, copy.deepcopy(quantized), loaded, again, compiled):
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, None, mask), quantized(x, None, mask))
+            with pytest.raises(UnsupportedError, match=r"input 'mask' must be None, as in the example"):
+                model(x, mask, mask)
+    assert lowered(quantized) == {"fc"}
+
+
 def test_what_a_module_has() -> None:
     x = torch.randn(4, 16)
     quantized = quantize(MLP().eval(), x, dynamic_int8())
