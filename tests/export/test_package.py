@@ -19,6 +19,7 @@ import qframework
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.export import load_package, to_package
 from qframework.export.package import write_package
+from qframework.export.recorded_inputs import recorded_inputs
 from qframework.kernels.linear.cpu import CpuChoice
 from qframework.quantizer import QFrameworkQuantizer, dynamic_int8, static_attention, static_int8
 
@@ -115,6 +116,20 @@ def test_a_model_quantized_in_place(tmp_path: Path, fresh_dynamo: None) -> None:
     with torch.no_grad():
         for each in (x, torch.randn(9, 16)):
             torch.testing.assert_close(run(each), model(each), rtol=1e-5, atol=1e-5)
+
+
+class Optional(MLP):
+    def forward(self, x: Tensor, mask: Tensor | None = None, times: int = 1, kind: str = "a") -> Tensor:  # type: ignore[override]
+        return super().forward(x if mask is None else x * mask) * (times if kind == "a" else 1)
+
+
+def test_constant_inputs_of_a_loaded_model_are_recorded(tmp_path: Path) -> None:
+    x = torch.randn(4, 16)
+    quantized = qframework.quantize(Optional().eval(), (x, None, 3, "a"), dynamic_int8())
+    quantized.save(tmp_path / "saved.pt2")
+    (example, *constants), kwargs, shapes = recorded_inputs(qframework.load(tmp_path / "saved.pt2"))
+    assert (example.shape[1:], constants, kwargs) == (x.shape[1:], [None, 3, "a"], {})
+    assert shapes == ({0: torch.export.Dim.DYNAMIC}, None, None, None)
 
 
 def test_errors(tmp_path: Path) -> None:
