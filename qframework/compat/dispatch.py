@@ -40,6 +40,8 @@ with explained():
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     make_subclass: Any = torch.Tensor._make_subclass
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl  # for subclasses without their own
+    # Within it, subclasses of Tensor are ordinary tensors; function modes stay in force.
+    without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 
     _ = forward_ad._current_level, eager_transforms.JVP_NESTING  # checked here instead of at every call
 
@@ -173,6 +175,7 @@ __all__ = [
     "profiler_enabled",
     "set_grad_enabled",
     "static_layout",
+    "without_subclasses",
     "writes",
     "writes_of_all",
 ]

@@ -127,6 +127,9 @@ _ROWS = (
     Name("torch.amp._enter_autocast", _SCOPES),
     Name("torch.amp._exit_autocast", _SCOPES),
     Name("torch._C._disabled_torch_function_impl", _BLOCKS),
+    Name(
+        "torch._C.DisableTorchFunctionSubclass", "writes to the dequantized weight of an INT8 layer cannot be detected"
+    ),
     Name("torch.Tensor._make_wrapper_subclass", _BLOCKS),
     Name("torch.Tensor._version", "writes to a float copy of a BlockTensor cannot be detected"),
     Name("torch.storage.UntypedStorage._cdata", "tensors that share memory cannot be detected in a graph"),

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from qframework import numerics
 from qframework.compat.modules import buffers_and_parameters
+from qframework.conversion.dequantized_weight import read_only
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE
 from qframework.kernels.runtime.direct import DirectCalls
@@ -122,9 +123,12 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight in the layout and dtype of the float one: for code that computes with it itself."""
+        """The dequantized weight in the layout and dtype of the float one: for code that computes with it itself.
+
+        Writing to it is an error.
+        """
         weight = numerics.dequantize(self.weight_int8, self.weight_scale.unsqueeze(-1), self.dtype)
-        return weight.t() if self.conv1d else weight
+        return read_only(weight.t() if self.conv1d else weight)
 
     def extra_repr(self) -> str:
         scale = f"dynamic {self.activation}" if self.input_scale is None else "static"
