@@ -119,7 +119,7 @@ def test_a_model_quantized_in_place(tmp_path: Path, fresh_dynamo: None) -> None:
 
 
 class Optional(MLP):
-    def forward(self, x: Tensor, mask: Tensor | None = None, times: int = 1, kind: str = "a") -> Tensor:  # type: ignore[override]
+    def forward(self, x, mask=None, times=1, kind="a"):  # type: ignore[override]
         return super().forward(x if mask is None else x * mask) * (times if kind == "a" else 1)
 
 
