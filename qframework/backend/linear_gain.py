@@ -28,8 +28,10 @@ from qframework.kernels.linear.tile import MAX_FEW_ROWS
 from qframework.kernels.linear.tile_costs import half_us, int8_us
 from qframework.kernels.runtime.chip import capability_of, chip_of
 
+_MOST_ROWS = 32768  # of rearranged channels
 _LONGEST = 1024  # values of a row that Inductor keeps in registers
-_WITH_A_NORM, _WITH_OPERATIONS, _OF_CHANNELS = 0.5, 1.0, 5.9  # us more than without quantization
+_WITH_A_NORM, _WITH_OPERATIONS, _OF_CHANNELS = 0.45, 1.0, 5.9  # us more than without quantization
+_NORM_OF_A_ROW = 1 / 2200
 _TWICE, _TWICE_FEW = 4.5, 2.0  # the second up to 64 rows
 _ALONE, _ALONE_BYTES = 1.4, 2.0e6  # us, and bytes in a us
 _WEIGHT, _WEIGHT_BYTES = 0.3, 2.3e6
@@ -67,7 +69,7 @@ def reason_of_few_rows(linear: Node, frozen: bool) -> str | None:
         return None
     weight = "" if frozen else " and weight, which options={'freeze_weights': True} quantizes once,"
     return (
-        f"INT8 would be slower with so few rows: by estimate {gain.float_us:.1f} us in float, {gain.int8_us:.1f} us in "
+        f"INT8 would be slower: by estimate {gain.float_us:.1f} us in float, {gain.int8_us:.1f} us in "
         f"INT8 and {gain.quantize_us:.1f} us for quantizing its input{weight} on this GPU"
     )
 
@@ -78,9 +80,11 @@ def _gain(linear: Node, call: LinearCall, frozen: bool) -> LinearGain | None:
     if x is None or processors is None or x.dtype.itemsize != 2:
         return None
     rows, inputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(x.shape[-1])
-    if not 0 < rows < keep_quantize.MANY_ROWS or not inputs:
+    most = _MOST_ROWS if _of_rearranged_channels(call.input) else keep_quantize.MANY_ROWS
+    if not 0 < rows < most or not inputs:
         return None
     in_float = in_int8 = 0.0
+    joined = 0  # outputs of layers that are one product (merge_linears.py)
     quantize = 0.0 if _is_quantized(call.input) else _input_us(call.input, rows, inputs)
     for each in [user for user in call.input.users if (read := linear_call(user)) and read.input is call.input]:
         fake = fake_value(each)
@@ -88,8 +92,12 @@ def _gain(linear: Node, call: LinearCall, frozen: bool) -> LinearGain | None:
         if not outputs:
             return None
         in_float += half_us(rows, outputs, inputs) + _behind_float_us(each, rows * outputs)
-        in_int8 += int8_us(rows, outputs, inputs, processors)
         quantize += 0.0 if frozen else _WEIGHT + 3 * outputs * inputs / _WEIGHT_BYTES
+        if frozen and find_epilogue(each).end is each:
+            joined += outputs
+        else:
+            in_int8 += int8_us(rows, outputs, inputs, processors)
+    in_int8 += int8_us(rows, joined, inputs, processors) if joined else 0.0
     return LinearGain(in_float, in_int8, quantize)
 
 
@@ -112,16 +120,33 @@ def _is_quantized(x: Node) -> bool:
 
 def _input_us(x: Node, rows: int, channels: int) -> float:
     """What quantizing ``x (rows, channels)`` takes beside what is computed anyway."""
-    x = _behind(x, _VIEWS)
-    norm = norm_call(x)
-    computed = norm is not None or operation(x) in _OPERATIONS
-    if computed and operation(_behind(x if norm is None else norm.input, _ELEMENTWISE)) in _CONVOLUTIONS:
+    if _of_rearranged_channels(x):
         return _OF_CHANNELS
-    if norm is not None:
-        return _WITH_A_NORM
-    if computed:
+    x = _behind(x, _VIEWS)
+    if norm_call(x) is not None:
+        return _WITH_A_NORM + _NORM_OF_A_ROW * rows
+    if operation(x) in _OPERATIONS:
         return _WITH_OPERATIONS if channels <= _LONGEST else _TWICE if rows > MAX_FEW_ROWS else _TWICE_FEW
     return _ALONE + 3 * rows * channels / _ALONE_BYTES
+
+
+def _of_rearranged_channels(x: Node) -> bool:
+    """Whether a norm or operations compute ``x`` from the result of a convolution, and of no other large tensor."""
+    x = _behind(x, _VIEWS)
+    norm = norm_call(x)
+    if norm is None and operation(x) not in _OPERATIONS:
+        return False
+    x = x if norm is None else norm.input
+    while operation(x) in _ELEMENTWISE and isinstance(x.args[0], Node) and not _joins(x):
+        x = x.args[0]
+    return operation(x) in _CONVOLUTIONS
+
+
+def _joins(node: Node) -> bool:
+    """Whether a node computes its result from several tensors that are as large, as a residual stream is."""
+    fakes = [fake_value(each) for each in (node, *node.all_input_nodes)]
+    sizes = [0 if fake is None else math.prod(map(traced_size, fake.shape)) for fake in fakes]
+    return sizes[1:].count(sizes[0]) > 1
 
 
 def _behind(node: Node, operations: set[str]) -> Node:

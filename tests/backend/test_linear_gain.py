@@ -51,6 +51,19 @@ class Channels(nn.Module):
         return self.fc1(self.norm(self.mix(x.transpose(1, 2)).transpose(1, 2)))
 
 
+class Stem(nn.Module):
+    """Blocks behind a convolution, whose result is where the residual stream begins."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.stem, self.mix = nn.Conv1d(width, width, 3, padding=1), nn.Conv1d(width, width, 1)
+        self.norm, self.fc1 = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+
+    def forward(self, x):
+        x = self.stem(x.transpose(1, 2))
+        return self.fc1(self.norm((x + self.mix(x)).transpose(1, 2)))
+
+
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
@@ -100,6 +113,9 @@ class TestFewRows:
 
     def test_a_norm_of_rearranged_channels(self):
         assert lowered(Channels(), (1, 200, 64)) == set()
+
+    def test_a_residual_stream_that_begins_with_a_convolution(self):
+        assert lowered(Stem(), (1, 400, 256)) == {"fc1"}
 
     def test_weights_that_each_call_quantizes_cost_more_than_few_rows_save(self):
         assert "fc2" in lowered(Mlp(1024), (1, 128, 1024))
