@@ -27,6 +27,7 @@ from qframework.kernels.packaged import name_dtypes
 from qframework.outputs import check_output_file
 
 _INPUTS = "qframework_inputs"  # in the metadata of a package
+_INLINED = 8  # elements
 
 
 def to_package(
@@ -88,6 +89,7 @@ def write_package(
         run_passes(lowering)
         program = export_program("to_package", gm, args, kwargs, dynamic_shapes)
         program = program.run_decompositions({**own_decompositions(), **PACKAGED})
+        _check_written_buffers(program)
         name_dtypes(program.graph_module)
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=f".{Path(path).name}.") as folder:
             partial = str(Path(folder) / Path(path).name)
@@ -99,6 +101,18 @@ def write_package(
                 ) from error
             os.replace(partial, path)
     return Report(lowering.reports)
+
+
+def _check_written_buffers(program: torch.export.ExportedProgram) -> None:
+    """Inductor writes the values of small tensors into the code, so that a write to them is lost."""
+    buffers = dict(program.named_buffers())
+    written = program.graph_signature.buffers_to_mutate.values()
+    lost = [name for name in written if buffers[name].numel() <= _INLINED]
+    if lost:
+        raise UnsupportedError(
+            f"to_package: model must not change tensors of up to {_INLINED} elements, which a package keeps as "
+            f"constants, got the buffers {', '.join(map(repr, lost))}"
+        )
 
 
 def load_package(path: str | os.PathLike[str]) -> Any:

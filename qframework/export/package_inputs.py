@@ -26,10 +26,11 @@ _ALIGNED = 16  # bytes: the code may load that much at once, as from the memory 
 def describe_inputs(program: ExportedProgram) -> str:
     """JSON that ``checked_call`` reads: each input's name and its shape, dtype and layout, or its constant value."""
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    written = set(program.graph_signature.user_inputs_to_mutate.values())
     inputs: list[dict[str, Any]] = []
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
-            known: dict[str, Any] = {"name": spec.arg.name}
+            known: dict[str, Any] = {"name": spec.arg.name, "written": spec.arg.name in written}
             if isinstance(spec.arg, TensorArgument) and isinstance(values[spec.arg.name], Tensor):
                 known |= _tensor(values[spec.arg.name])
             elif isinstance(spec.arg, ConstantArgument) and isinstance(spec.arg.value, int | float | str | None):
@@ -76,10 +77,15 @@ def checked_call(run: Callable[..., Any], structure: Any, description: str) -> C
                 f"with, {structure}, got {pytree.tree_structure(given)}"
             )
         sizes = _Sizes(ranges)
-        leaves = [_checked(x, each, sizes) for x, each in zip(pytree.tree_leaves(given), inputs, strict=True)]
+        leaves = pytree.tree_leaves(given)
+        fitting = [_checked(x, each, sizes) for x, each in zip(leaves, inputs, strict=True)]
         sizes.check_expressions()
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return run(*args, **kwargs)
+        args, kwargs = pytree.tree_unflatten(fitting, structure)
+        result = run(*args, **kwargs)
+        for x, copied, each in zip(leaves, fitting, inputs, strict=True):
+            if each["written"] and copied is not x:
+                x.copy_(copied)
+        return result
 
     return call
 

@@ -231,6 +231,38 @@ def test_inputs_that_the_code_was_not_compiled_for(scaled, call, message: str) -
         scaled[1](*args, **kwargs)
 
 
+class Counts(MLP):
+    """Changes its input and a buffer."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x.mul_(2)) * self.calls.mean()
+
+
+@pytest.mark.parametrize("size", [(9,), (2, 5)], ids=str)
+def test_writes_to_inputs_and_buffers(size: tuple[int, ...], tmp_path: Path, fresh_dynamo: None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 16)
+    quantized = qframework.quantize(Counts(*size).eval(), x.clone(), dynamic_int8())
+    quantized.to_package(tmp_path / "counts.pt2")
+    run = load_package(tmp_path / "counts.pt2")
+    for given in (x.clone(), x.t().contiguous().t(), torch.zeros(4, 32)[:, ::2].copy_(x)):
+        read = x.clone()
+        torch.testing.assert_close(run(given), quantized(read), rtol=1e-4, atol=1e-4)
+        assert torch.equal(given, read)
+
+
+@pytest.mark.parametrize("size", [(8,), (), (1, 1)], ids=str)
+def test_a_buffer_whose_changes_would_be_lost(size: tuple[int, ...], tmp_path: Path) -> None:
+    counts = qframework.quantize(Counts(*size).eval(), torch.randn(4, 16), dynamic_int8())
+    with pytest.raises(UnsupportedError, match=r"must not change tensors of up to 8 .* the buffers 'calls'"):
+        counts.to_package(tmp_path / "few.pt2")
+
+
 def test_an_example_in_the_memory_of_another_tensor(tmp_path: Path, fresh_dynamo: None) -> None:
     torch.manual_seed(0)
     model, x = qframework.quantize_(MLP().eval(), dynamic_int8()), torch.randn(4, 32)[:, ::2]
