@@ -52,6 +52,12 @@ def test_batch_1_adds_cuda_graphs():
     assert {plan.batch for plan in plans} == {1, FAMILIES["gpt2"].batch}
 
 
+def test_batch_1_alone():
+    plans = families.plans_of(["gpt2"], families.AT_ONCE, "cuda", smoke=False, throughput=False, latency=True)
+    assert {plan.batch for plan in plans} == {1}
+    assert families.plans_of(["gpt2"], families.AT_ONCE, "cuda", smoke=False, throughput=False, latency=False) == []
+
+
 def test_decoding_runs_in_cuda_graphs_at_every_batch():
     plans = families.plans_of(["llama_1b_decoding"], families.ALONE, "cuda", smoke=False, throughput=True, latency=True)
     assert {(plan.batch, plan.provider) for plan in plans} == {(b, name) for b in (1, 16) for name in families.ALONE}
