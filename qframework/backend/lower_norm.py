@@ -12,7 +12,7 @@ To::
 Inductor computes these in one kernel as well, with two to five times as many instructions for the same bytes: on an
 H100 it takes 1.1 to 4.7 times as long before a quantization (``other/2026-11-27-h100-norm-quantize.json``) and 1.0 to
 2.3 times elsewhere (``other/2026-11-27-h100-norms.json``); no other chip was measured. A norm whose input Inductor
-computes is left to it, since one kernel then does both, except for the row lengths in ``LONG_ROWS``.
+computes is left to it, since one kernel then does both, except for some row lengths above 1,024.
 """
 
 from __future__ import annotations
@@ -37,9 +37,18 @@ _ours = torch.ops.qframework
 LONG_ROWS = range(1025, 2560)
 """Row lengths at which a kernel of our own is faster even if Inductor would compute more in one kernel.
 
-That is the input of a norm, or a norm, a sum and a second norm that is quantized. Inductor keeps shorter rows in
-registers; longer ones were measured to be as fast or not at all."""
+That is a norm, a sum and a second norm that is quantized. Inductor keeps shorter rows in registers; longer ones were
+measured to be as fast or not at all."""
 _BEFORE_A_FLOAT_NORM = range(1025, 1600)  # the same for a norm, a sum and a second norm that stays in float
+_OF_A_SUM = {
+    (True, True): LONG_ROWS,
+    (True, False): range(1025, 1408),
+    (False, True): range(1025, 1600),
+    (False, False): range(0),
+}
+"""The same for a quantized norm of any other sum: by whether it is a LayerNorm, and has scales per token.
+
+``"today"`` in ``other/2026-11-27-h100-add-norm.json``, 1.0 to 1.5 times as fast here, 0.7 to 0.99 times elsewhere."""
 
 
 def lower_norm(lowering: Lowering) -> None:
@@ -66,7 +75,7 @@ def replace_norms(lowering: Lowering, replace: Callable[[GraphModule, Node], set
 
 def _lower(gm: GraphModule, node: Node) -> set[Node]:
     """Replace a norm, or a quantization and the norm before it, where that pays; returns what it replaces."""
-    if (norm := norm_before(node)) is not None and _pays(norm) and not is_written(norm, node):
+    if (norm := norm_before(node)) is not None and _pays(norm, node) and not is_written(norm, node):
         return _fuse_quantize(gm, node, norm)
     if (norm := norm_call(node)) is None or not is_possible(norm) or not keeps_dtype(norm, node):
         return set()
@@ -149,9 +158,18 @@ def is_written(norm: NormCall, end: Node, *others: Node) -> bool:
     return written_between(first, end, [*norm.input_nodes, *others]) is not None
 
 
-def _pays(norm: NormCall) -> bool:
+def _pays(norm: NormCall, quantize: Node) -> bool:
     """Whether one kernel for the norm and the quantization behind it is faster than Inductor's."""
-    return is_possible(norm) and (comes_from_memory(norm.input) or channels(norm) in LONG_ROWS)
+    if not is_possible(norm):
+        return False
+    dynamic = quantize.target is not _ours.quantize.default
+    lengths = LONG_ROWS if _adds_to_a_norm(norm.input) else _OF_A_SUM[norm.center, dynamic]
+    return comes_from_memory(norm.input) or channels(norm) in lengths
+
+
+def _adds_to_a_norm(total: Node) -> bool:
+    """Whether a node is the sum of a norm and a residual, as sandwich norms have it."""
+    return any(norm_call(each) is not None and _residual_behind(each) is not None for each in total.all_input_nodes)
 
 
 def is_possible(norm: NormCall) -> bool:

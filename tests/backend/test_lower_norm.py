@@ -111,6 +111,29 @@ def test_what_is_left_to_inductor(name):
     assert not {_ours.norm_quantize.default, _ours.norm_dynamic_quantize.default} & set(found)
 
 
+@pytest.mark.parametrize(
+    ("channels", "dynamic", "ours"),
+    [(1152, True, True), (1152, False, True), (2048, True, True), (2048, False, False), (2560, True, False)],
+)
+def test_norms_of_what_inductor_computes(channels, dynamic, ours):
+    found = targets(shape=(8, 1024, channels), dynamic=dynamic, written_by=torch.relu)
+    assert (F.layer_norm not in found) == ours
+
+
+@pytest.mark.parametrize(
+    ("channels", "dynamic", "ours"), [(1152, True, True), (1152, False, False), (2048, True, False)]
+)
+def test_rms_norms_of_what_inductor_computes(channels, dynamic, ours):
+    def form(x, residual, weight):
+        normed = F.rms_norm(torch.relu(x), (channels,), weight, 1e-6)
+        if dynamic:
+            return _ours.dynamic_quantize.default(normed, "per_token")
+        return _ours.quantize.default(normed, residual.flatten()[:1].float())
+
+    found = [node.target for node in lowered(form, (8, 1024, channels))]
+    assert (F.rms_norm not in found) == ours
+
+
 LONG = 1152
 
 
