@@ -27,19 +27,19 @@ HEAD = """# Architectures
 
 Whole models of timm and transformers with random weights, at the sizes of the originals; parameters that timm
 initialises below 1e-3 are scaled up to 0.1, since FP16 cannot hold them. Every provider is compiled in its own process
-and compared with FP32 eager before it is timed. Speeds are multiples of the same model in FP16 compiled by Inductor,
-at the same batch. **Float** is `backend="qframework"` with its defaults, which changes attention only; **dynamic**
-adds the option `linear="int8_dynamic"` with frozen weights; **static** is quantized with PT2E by `static_int8`. FP8 is
-torchao's, with scales per tensor, on bfloat16. Since Inductor takes minutes for a whole model of it, some runs compile
-its blocks by themselves, which costs it 1 percent for ViT-B at batch 256. At batch 1 and in decoding, the fastest of
-each, with and without CUDA graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32 of Llama 8B, without the
-head. SQNR is that of the outputs, of random weights, and says little about trained ones. First calls are seconds of
-`torch.compile` and the first call while other models compile on the same processor, relative to FP16's. Encoders take
-sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a multiple of ours:
-where that is above 1 and the speed below, the host was slower in launching them, which varies from machine to machine.
-Under CUDA graphs they are left out, since our kernels begin while those before them end.
-Each mode of each architecture is shown as the newest run that timed it did, as a multiple of the FP16 of that run; the
-runs are listed at the end.
+and compared with FP32 eager before it is timed. Speeds are multiples of the same model in FP16 compiled by Inductor, at
+the same batch. **Float** is `backend="qframework"` with its defaults, which changes attention, and norms of long rows;
+**dynamic** adds the option `linear="int8_dynamic"` with frozen weights; **static** is quantized with PT2E by
+`static_int8`. FP8 is torchao's, with scales per tensor, on bfloat16. Since Inductor takes minutes for a whole model of
+it, some runs compile its blocks by themselves, which costs it 1 percent for ViT-B at batch 256. At batch 1 and in
+decoding, the fastest of each, with and without CUDA graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32
+of Llama 8B, without the head. SQNR is that of the outputs, of random weights, and says little about trained ones. First
+calls are seconds of `torch.compile` and the first call while other models compile on the same processor, relative to
+FP16's. Encoders take sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a
+multiple of ours: where that is above 1 and the speed below, the host was slower in launching them, which varies from
+machine to machine. Under CUDA graphs they are left out, since our kernels begin while those before them end. Each mode
+of each architecture is shown as the newest run that timed it did, as a multiple of the FP16 of that run; the runs are
+listed at the end.
 """
 NOTHING = "\nNothing measured yet.\n"
 MODES = {
