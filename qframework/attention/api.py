@@ -131,9 +131,7 @@ def sage_attention(
         handed_over = _handed_over(query, key, value, is_causal, scale, enable_gqa) if sm_scale is None else None
         if handed_over is not None:
             return handed_over
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise UnsupportedError(f"sage_attention: {name} must be a tensor, got {described(x)}")
+    _check_tensors("sage_attention", query=query, key=key, value=value)
     if backward == "exact":
         _refuse_dropout(dropout_p)
     scale = _one_scale("sage_attention", scale, sm_scale)
@@ -336,12 +334,14 @@ def sage_attention_varlen(
         ``(total_q, Hq, Dv)`` in ``query``'s dtype. The gradient is what ``backward`` says.
 
     Raises:
-        UnsupportedError: an unsupported dtype, device, head dimension, variant or backward.
+        UnsupportedError: an unsupported dtype, device, head dimension, variant or backward; no tensor.
         QFrameworkError: shapes, dtypes or devices that do not match; offsets that do not start at 0, decrease, exceed
             the number of tokens or are further apart than ``max_seqlen``. On a GPU, where reading offsets would cost a
             synchronization, they are checked only if the environment variable ``QFRAMEWORK_CHECK_OFFSETS`` is 1 when
             qframework is imported; otherwise the kernels clamp them to the tensors.
     """
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_tensors("sage_attention_varlen", query=query, key=key, value=value, **offsets)
     scale = _one_scale("sage_attention_varlen", scale, sm_scale)
     _refuse_transforms("sage_attention_varlen", query, key, value)
     query, key, value = autocast(query, key, value)
@@ -378,6 +378,12 @@ def _refuse_dropout(dropout_p: float) -> None:
             f"sage_attention: dropout_p must be 0.0 with backward='exact', got {dropout_p}. Call "
             "F.scaled_dot_product_attention, or let use_sage_attention fall back to it"
         )
+
+
+def _check_tensors(function: str, **operands: object) -> None:
+    for name, x in operands.items():
+        if not isinstance(x, Tensor):
+            raise UnsupportedError(f"{function}: {name} must be a tensor, got {described(x)}")
 
 
 def _refuse_transforms(function: str, *tensors: Tensor | None) -> None:

@@ -334,6 +334,12 @@ def test_bad_input_is_named(what: str) -> None:
         sage_attention(**{"query": X, "key": X, "value": X, **changed})
 
 
+def test_offsets_that_are_no_tensors_are_named() -> None:
+    x = torch.zeros(8, 4, 16)
+    with pytest.raises(UnsupportedError, match=r"cu_seqlens_k must be a tensor, got .* of type list"):
+        sage_attention_varlen(x, x, x, torch.tensor([0, 8], dtype=torch.int32), [0, 8], 8, 8)  # type: ignore[arg-type]
+
+
 def test_unknown_arguments_raise_a_type_error() -> None:
     with pytest.raises(TypeError, match="qk_quant_gran"):
         sage_attention(X, X, X, qk_quant_gran="per_warp")  # type: ignore[call-overload]
