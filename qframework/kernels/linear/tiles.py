@@ -31,7 +31,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import TypeAlias
 
-from qframework.kernels.linear.tile import COOPERATIVE, MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile
+from qframework.kernels.linear.tile import COOPERATIVE, MAX_FEW_ROWS, PINGPONG, Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.tile_costs import COSTS, fastest_tile
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import power_of_2
@@ -56,6 +56,7 @@ _CANDIDATES: dict[str, list[Tile]] = {
         Tile(16, 64, 128, 4, 4),
     ],
 }
+_MANY_ROUNDS = 4  # of the largest tile, for which estimates were hardly fitted
 INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, to exercise masks and loops
 INTERPRETED_FEW_ROWS = FewRowsTile(64, 16, 32, 4, 1, parts=2)
 
@@ -121,6 +122,8 @@ def _on_hopper(m: int, n: int, k: int, processors: int, epilogue: Epilogue) -> T
     """The tile of a shape that is in no table."""
     if k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors and not epilogue.startswith("activation"):
         return COOPERATIVE
+    if _tiles(PINGPONG, m, n) >= _MANY_ROUNDS * processors:
+        return PINGPONG
     return _of_few_channels(fastest_tile(m, n, k, processors), k)
 
 

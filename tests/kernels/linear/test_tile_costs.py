@@ -37,6 +37,11 @@ def test_an_activation_runs_beside_another_tiles_product():
     assert chosen(3136, 8192, 2048, "activation") == PINGPONG
 
 
+@pytest.mark.parametrize("shape", [(50176, 384, 128), (200704, 192, 64), (12608, 2048, 192)])
+def test_many_rounds_take_the_largest_tile(shape):
+    assert chosen(*shape) == PINGPONG
+
+
 def test_operands_that_tma_cannot_read_take_pointers():
     for m in (100, 200, 400, 800):
         assert not chosen(m, 520, 520, tma=False).tma
