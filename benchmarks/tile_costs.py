@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from benchmarks.machine import describe_machine
 from qframework.files import write_json
 from qframework.kernels.linear.tile import PINGPONG, Epilogue, Tile
-from qframework.kernels.linear.tile_costs import COSTS, TileCost, fastest_tile, terms
+from qframework.kernels.linear.tile_costs import COSTS, TileCost, fastest_tile, half_terms, terms
 from qframework.outputs import output_file
 from qframework.tuning.kernel_tiles import (
     TileProblem,
@@ -93,19 +93,33 @@ def half_microseconds(problem: TileProblem, copies: int, device: torch.device) -
 
 
 def fit(records: Sequence[Mapping[str, Any]], tile: Tile) -> TileCost:
-    """The costs of a tile: least squares of relative errors, none below zero."""
-    rows = []
-    for each in records:
-        if (us := times_of(each).get(tile)) is not None:
-            rows.append([x / us for x in terms(tile, each["m"], each["n"], each["k"], PROCESSORS)])
-    a = torch.tensor(rows, dtype=torch.float64)
-    best, least = TileCost(0.0, 0.0, 0.0, 0.0), math.inf
-    for used in itertools.chain.from_iterable(itertools.combinations(range(4), size) for size in range(1, 5)):
+    """The costs of a tile."""
+    found = [(each, us) for each in records if (us := times_of(each).get(tile)) is not None]
+    return TileCost(*least_squares([(terms(tile, *_shape(each), PROCESSORS), us) for each, us in found]))
+
+
+def fit_half(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The costs of PyTorch's linear in float16."""
+    return least_squares([(half_terms(*_shape(each)), each["fp16_us"]) for each in records])
+
+
+def _shape(record: Mapping[str, Any]) -> tuple[int, int, int]:
+    return record["m"], record["n"], record["k"]
+
+
+def least_squares(measured: Sequence[tuple[Sequence[float], float]]) -> list[float]:
+    """The factors of terms, none below zero, whose sums have the least relative errors from the measured times."""
+    a = torch.tensor([[x / us for x in terms] for terms, us in measured], dtype=torch.float64)
+    places = range(a.shape[1])
+    best, least = [0.0 for _ in places], math.inf
+    for used in itertools.chain.from_iterable(
+        itertools.combinations(places, size) for size in range(1, len(places) + 1)
+    ):
         part = a[:, list(used)]
         x = torch.linalg.lstsq(part, torch.ones(len(a), 1, dtype=torch.float64)).solution[:, 0]
         error = float((part @ x - 1).square().sum())
         if (x >= 0).all() and error < least:
-            best, least = TileCost(*(float(x[used.index(i)]) if i in used else 0.0 for i in range(4))), error
+            best, least = [float(x[used.index(i)]) if i in used else 0.0 for i in places], error
     return best
 
 
@@ -124,6 +138,7 @@ def print_fit(records: Sequence[Mapping[str, Any]]) -> None:
     """The costs of each tile, and how good the choice is that those of the package make."""
     for tile in COSTS:
         print(tile, [round(x, 2) for x in fit(records, tile)])
+    print("float16", [round(x, 3) for x in fit_half(records)])
     found = [excess(each) for each in records]
     print(f"chosen tile: {statistics.geometric_mean(found):.3f} times the fastest, {max(found):.2f} at most")
 

@@ -31,7 +31,7 @@ from qframework.kernels.runtime.chip import capability_of, chip_of
 _MOST_ROWS = 32768  # of rearranged channels
 _LONGEST = 1024  # values of a row that Inductor keeps in registers
 _WITH_A_NORM, _WITH_OPERATIONS, _OF_CHANNELS = 0.45, 1.0, 5.9  # us more than without quantization
-_NORM_OF_A_ROW = 1 / 2200
+_NORM_OF_A_ROW = 1 / 2200  # us, added to the first of them
 _TWICE, _TWICE_FEW = 4.5, 2.0  # the second up to 64 rows
 _ALONE, _ALONE_BYTES = 1.4, 2.0e6  # us, and bytes in a us
 _WEIGHT, _WEIGHT_BYTES = 0.3, 2.3e6

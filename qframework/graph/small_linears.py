@@ -45,8 +45,8 @@ def why_too_small(x: Node, weight: Node, dynamic: bool) -> str | None:
     on_hopper, fewest = capability_of(given.device) == (9, 0), FEWEST_PRODUCTS
     if on_hopper and MAX_FEW_ROWS < rows < MANY_ROWS and inputs % 16 and inputs * outputs < ON_HOPPER_COPIED:
         return (
-            f"it has {inputs} inputs for each of {rows} rows, no multiple of 16, which INT8 would copy first. With "
-            f"{ON_HOPPER_COPIED} inputs times outputs or more, a layer is quantized"
+            f"its {inputs} inputs are no multiple of 16, so that INT8 would copy its {rows} rows and its weight first. "
+            f"That pays from {ON_HOPPER_COPIED} inputs times outputs on"
         )
     if on_hopper:
         fewest = ON_HOPPER_SLOWER if dynamic or inputs % 32 else ON_HOPPER

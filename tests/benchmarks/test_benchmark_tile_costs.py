@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tile_costs
-from qframework.kernels.linear.tile_costs import COSTS
+from qframework.kernels.linear.tile_costs import COSTS, HALF, half_us, tile_us
 
 STORED = Path(__file__).parents[2] / "benchmarks/results/other/2026-11-27-h100-tile-costs.json"
 
@@ -20,6 +20,19 @@ def records():
 @pytest.mark.parametrize("tile", COSTS, ids=lambda tile: "x".join(map(str, tile[:5])))
 def test_costs_are_those_of_the_stored_measurements(records, tile):
     assert tile_costs.fit(records, tile) == pytest.approx(COSTS[tile], abs=0.0051)
+
+
+def test_costs_of_float16_are_those_of_the_stored_measurements(records):
+    assert tile_costs.fit_half(records) == pytest.approx(HALF, abs=0.0051)
+
+
+def test_estimates_are_as_close_as_documented(records):
+    shapes = [(each, (each["m"], each["n"], each["k"])) for each in records]
+    halves = [half_us(*shape) / each["fp16_us"] for each, shape in shapes]
+    assert statistics.stdev(halves) < 0.085
+    least = [min((tile_us(tile, *shape, tile_costs.PROCESSORS), tile) for tile in COSTS) for _, shape in shapes]
+    found = [us / tile_costs.times_of(each)[tile] for (us, tile), (each, _) in zip(least, shapes, strict=True)]
+    assert statistics.stdev(found) < 0.095
 
 
 def test_the_chosen_tile_is_close_to_the_fastest(records):

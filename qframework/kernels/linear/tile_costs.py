@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 from qframework.kernels.linear.tile import MAX_FEW_ROWS, PINGPONG, Tile
 
-_MEMORY = 2.8e6  # bytes in a microsecond
+_MEMORY = 2.8e6  # bytes in a microsecond; the times of 64 rows are in other/2026-11-25-h100-small-linears.json
+HALF = (2.66, 1.157, 2.204, 0.208, 0.532)
+"""Costs of PyTorch's linear in 16 bit, in microseconds, fitted to the same linears as ``COSTS``."""
 
 
 class TileCost(NamedTuple):
@@ -70,11 +72,13 @@ def int8_us(m: int, n: int, k: int, processors: int) -> float:
     return min(tile_us(tile, m, n, k, processors) for tile in COSTS)
 
 
-def half_us(m: int, n: int, k: int) -> float:
-    """Microseconds of PyTorch's linear in 16 bit by estimate, within 8 percent (standard deviation) of those linears.
+def half_terms(m: int, n: int, k: int) -> tuple[float, float, float, float, float]:
+    """What ``HALF`` is multiplied with: a launch, the latency of channels, operations, weight and result."""
+    return 1.0, k / 1024, m * n * k / 1e9, n * k / 1e6, m * n / 1e6
 
-    The sum of a launch, the latency of channels, operations, and the bytes of the weight and of the result.
-    """
+
+def half_us(m: int, n: int, k: int) -> float:
+    """Microseconds of PyTorch's linear in 16 bit by estimate, within 8 percent (standard deviation) of the measured."""
     if m <= MAX_FEW_ROWS:
         return 2.3 + 2 * n * k / _MEMORY
-    return 2.66 + 1.157 * k / 1024 + 2.204 * m * n * k / 1e9 + 0.208 * n * k / 1e6 + 0.532 * m * n / 1e6
+    return sum(cost * term for cost, term in zip(HALF, half_terms(m, n, k), strict=True))
