@@ -13,6 +13,7 @@ from qframework import numerics
 from qframework.backend import keep_quantize, linear_gain
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
+from qframework.kernels.linear.tile_costs import half_us, int8_us
 
 
 class Mlp(nn.Module):
@@ -160,3 +161,55 @@ class TestFewRows:
         monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: None)
         torch._dynamo.reset()
         assert lowered(Behind(128), (1, 2, 100, 128)) == {"proj"}
+
+
+class Operations(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, 64)
+
+    def forward(self, x):
+        return self.fc(torch.tanh(x))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+class TestEstimates:
+    @pytest.fixture
+    def gains(self, monkeypatch):
+        """The estimates of a model's layers, in order; None for layers without one."""
+        found, estimate = [], linear_gain._gain
+
+        def keep(linear, call, frozen):
+            found.append(estimate(linear, call, frozen))
+            return found[-1]
+
+        def of(model, shape, **options):
+            found.clear()
+            monkeypatch.setattr(linear_gain, "_gain", keep)
+            reports_of(model, shape, **options)
+            return found
+
+        return of
+
+    def test_layers_that_become_one_product(self, gains):
+        frozen = gains(Readers(3, 128, 128), (1, 100, 128))[0]
+        assert frozen.int8_us == pytest.approx(int8_us(100, 3 * 128, 128, 132))
+        torch._dynamo.reset()
+        live = gains(Readers(3, 128, 128), (1, 100, 128), frozen=False)[0]
+        assert live.int8_us == pytest.approx(3 * int8_us(100, 128, 128, 132))
+        assert live.float_us == frozen.float_us == pytest.approx(3 * half_us(100, 128, 128))
+
+    def test_what_follows_a_float_product_counts(self, gains):
+        first, second = gains(Mlp(1024), (1, 100, 1024))
+        assert first.float_us - half_us(100, 4096, 1024) == pytest.approx(1.9)  # the kernel of GELU
+        assert second.float_us - half_us(100, 1024, 4096) == pytest.approx(4 * 100 * 1024 / 2.5e6)  # the sum
+
+    @pytest.mark.parametrize(("rows", "width", "us"), [(100, 512, 1.0), (100, 2048, 4.5), (16, 2048, 2.0)])
+    def test_operations_are_computed_twice_for_long_rows(self, gains, rows, width, us):
+        (gain,) = gains(Operations(width), (1, rows, width))
+        assert gain.quantize_us == us
+
+    @pytest.mark.parametrize(("rows", "estimated"), [(5000, True), (33000, False)])
+    def test_rearranged_channels_are_estimated_for_more_rows(self, gains, rows, estimated):
+        (gain,) = gains(Channels(32), (1, rows, 32))
+        assert (gain is not None) == estimated
