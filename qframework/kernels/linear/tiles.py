@@ -1,4 +1,4 @@
-"""Tiles of int8_linear: a table of measurements per chip, else a heuristic.
+"""Tiles of int8_linear: a table of measurements per chip, else an estimate or a rule.
 
 ``python -m benchmarks.tune_int8_linear`` measures and writes the table, whose keys are chip, bucket of rows, columns,
 inner size and epilogue. On Hopper, a shape without an entry takes the tile with the least estimated time
