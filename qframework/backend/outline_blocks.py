@@ -13,6 +13,9 @@ rest of the model computes for all of them (masks, rotary embeddings). Blocks ar
 operator is opaque, so that Inductor stores all values that cross the cut anyway, and no fusion is lost. These are the
 operator's result, which is contiguous, and perhaps the residual stream. Other blocks, such as the first of a model,
 stay inline.
+
+A subgraph becomes a function of the code that calls it, so that kernels are chosen and CUDA graphs captured as without
+it. C++ wrappers cannot call one; options that say what a graph is, or hand it to other passes, leave it whole as well.
 """
 
 from __future__ import annotations
@@ -36,6 +39,18 @@ from qframework.graph.writes import writes_in_place
 
 _LEAST_SAVED = 40  # nodes that Inductor need not compile; with fewer, a subgraph costs more than it saves
 _LONGEST = 200  # nodes of a block
+# Inductor's options under which blocks are outlined, by the beginning of their names: they choose kernels or checks, or
+# say how the compiled code is called.
+_WITH_BLOCKS = (
+    "alignment_asserts",
+    "coordinate_descent_",
+    "epilogue_fusion",
+    "max_autotune",
+    "shape_padding",
+    "size_asserts",
+    "triton.cudagraph",
+    "triton.enable_pdl",
+)
 _RANDOM = {"dropout", "alpha_dropout", "bernoulli", "normal", "rand", "randn", "rand_like", "randn_like", "randint"}
 _int8_linear = torch.ops.qframework.int8_linear.default
 # Operations besides int8_linear whose results may leave a block: they allocate them, and never alias an input.
@@ -59,8 +74,10 @@ class Repeat(NamedTuple):
 
 
 def outline_blocks(lowering: Lowering) -> None:
-    """Replace repeated blocks by calls of one subgraph, unless Inductor options apply to the whole graph."""
-    if not lowering.options.inductor:
+    """Replace repeated blocks by calls of one subgraph, unless Inductor cannot call one, or options rule it out."""
+    from qframework.compat.inductor import can_call_subgraphs
+
+    if all(name.startswith(_WITH_BLOCKS) for name in lowering.options.inductor) and can_call_subgraphs():
         outline(lowering.gm)
 
 
@@ -173,12 +190,17 @@ def _wiring(block: Sequence[Node]) -> tuple[Any, ...] | None:
     fakes = [_fakes(node) for node in inputs]
     if any(fake is None or len(fake) != 1 or not _is_known(fake[0]) for fake in fakes):
         return None
-    if not all(map(_may_come_from_outside, inputs)):
+    if not all(map(_may_come_from_outside, inputs)) or len(_devices([*inputs, *block])) != 1:
         return None
     if not outputs or not all(map(_may_leave, outputs)):
         return None
     places = tuple((_like(fake[0]), _alignment(fake[0])) for fake in fakes if fake)
     return operands, places, tuple(inside[node] for node in outputs)
+
+
+def _devices(nodes: Sequence[Node]) -> set[torch.device]:
+    """Where tensors are. CUDA graphs end before a copy between devices, which a subgraph would hide."""
+    return {fake.device for node in nodes for fake in _fakes(node) or ()}
 
 
 def _alignment(fake: Tensor) -> Any:

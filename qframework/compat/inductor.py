@@ -19,11 +19,18 @@ compiler_config: Any = torch.compiler.config  # PyTorch adds patch() at import
 
 with explained():
     from torch._inductor import compile_fx as _compiler
+    from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options, list_options
     from torch._inductor.choices import InductorChoices
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
+
+
+def can_call_subgraphs() -> bool:
+    """Whether the code that Inductor is configured to write can call a subgraph (``invoke_subgraph``)."""
+    with explained():
+        return not (inductor_config.cpp_wrapper or inductor_config.fx_wrapper)
 
 
 MAX_ROW = 1024  # elements; a longer row does not fit into the registers of a few warps
@@ -187,6 +194,7 @@ def keep_whole(operators: list[Any]) -> None:
 
 __all__ = [
     "V",
+    "can_call_subgraphs",
     "compile_graph",
     "compile_package",
     "keep_whole",

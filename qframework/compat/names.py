@@ -45,6 +45,7 @@ _BLOCKS = "INT8 training cannot compute in blocks (BlockTensor)"
 _PERSISTENT = "Inductor quantizes the rows of windows many times as slowly"
 _NO_SITES = "code that Inductor generated cannot call operators past the dispatcher"
 _DISPATCHED = "it calls them through the dispatcher, which takes the host about 7 us longer for each call"
+_WRAPPERS = "repeated blocks would be outlined where Inductor's code cannot call them, and compilation fails"
 _EARLY = "kernels of Inductor cannot be launched before the one before them is done, which takes CUDA graphs longer"
 _IN_ORDER = "they are launched one after the other"
 _PYTREE = "nested inputs and outputs of models cannot be flattened"
@@ -288,6 +289,8 @@ _ROWS = (
         source="torch._higher_order_ops.invoke_subgraph",
     ),
     # inductor.py
+    Name("torch._inductor.config.cpp_wrapper", _WRAPPERS),
+    Name("torch._inductor.config.fx_wrapper", _WRAPPERS),
     Name("torch._inductor.compile_fx.compile_fx", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.compile_fx.compile_fx_inner", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.decomposition.select_decomp_table", "backend='qframework' cannot compile a model"),

@@ -51,6 +51,7 @@ LATE = (
     "torch._dynamo.",
     "torch._functorch.config.",
     "torch._inductor.aoti_",
+    "torch._inductor.config.",
     "torch._inductor.lowering",
     "torch._library.utils",
     "torch.export.pt2_archive.",
