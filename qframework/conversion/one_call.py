@@ -53,7 +53,8 @@ def quantize(
         skip: modules that stay in float, by name; ``*`` is a wildcard. The default keeps a module called ``head`` in
             float if there is one, unless ``config`` is a quantizer, whose rules then apply alone.
         dynamic_shapes: ``"batch"``: the first dimension of the first tensor may vary, and that of every other tensor of
-            that size; ``None``: the model takes the shapes of ``example_inputs`` only; else as ``torch.export.export``.
+            that size, unless the model fixes it; ``None``: the model takes the shapes of ``example_inputs`` only; else
+            as ``torch.export.export``.
         batches: maximum number of calibration batches; None for all.
         progress: draw a progress bar on a terminal while calibrating.
 
@@ -158,7 +159,10 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) 
         )
 
     def of(x: Any) -> Any:
-        return {0: Dim.DYNAMIC} if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else None
+        if not isinstance(x, Tensor) or not x.ndim or x.shape[0] != size:
+            return None
+        # Another tensor may have that size by chance, as a mask of as many tokens: then AUTO makes it a constant.
+        return {0: Dim.DYNAMIC if x is tensors[0] else Dim.AUTO}
 
     positional = pytree.tree_map(of, args)
     named = {name: pytree.tree_map(of, value) for name, value in kwargs.items()}

@@ -43,6 +43,25 @@ def test_fixed_shapes() -> None:
         quantize(MLP().eval(), x, dynamic_int8())
 
 
+class TokenBias(MLP):
+    """Scores between tokens plus a mask of all tokens against all, which has no batch."""
+
+    def forward(self, x, mask):
+        return super().forward((x @ x.mT + mask).softmax(-1) @ x)
+
+
+def test_as_many_tokens_as_sequences(tmp_path) -> None:
+    """The first dimension of the mask has the size of the batch by chance."""
+    model, x, mask = TokenBias().eval(), torch.randn(5, 5, 16), torch.randn(5, 5)
+    quantized = quantize(model, (x, mask), static_int8(), [(x, mask)])
+    quantized.save(tmp_path / "masked.pt2")
+    loaded = qframework.load(tmp_path / "masked.pt2")
+    other = torch.randn(7, 5, 16)
+    with torch.no_grad():
+        assert numerics.sqnr_db(model(other, mask), quantized(other, mask)) > 20
+        assert torch.equal(loaded(other, mask), quantized(other, mask))
+
+
 def test_a_timm_model_saved_and_loaded(tmp_path) -> None:
     model, images = vit()
     before = copy.deepcopy(model.state_dict())
