@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ from qframework.graph.nodes import (
 )
 from qframework.graph.shapes import traced_size
 from qframework.graph.small_linears import why_too_small
+from qframework.graph.weight_rows import rows_of
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.cpu import HAVE_INT8_INSTRUCTIONS, cpu_implementation
 from qframework.kernels.runtime.chip import capability_of
@@ -111,21 +113,25 @@ def why_float(lowering: Lowering, linear: Node) -> WhyFloat | None:
     assert call is not None
     if options.linear != "int8_dynamic":
         return WhyFloat("the options leave float layers in float", False)
-    x, parameter = fake_value(call.input), _parameter(call.weight)
+    x, (parameter, _) = fake_value(call.input), _parameter(call.weight)
     if reason := _reason_against(linear, call, lowering.constants.value(parameter)) or _reason_of_product(x):
         return WhyFloat(reason, True)
     if not options.freeze_weights and (reason := _reason_of_rows(call)):
         return WhyFloat(reason, False)
-    reason = why_too_small(call.input, parameter, True) or _reason_of_quantization(call, fake_value(linear))
+    matrix = parameter if operation(call.weight) == "t" else call.weight
+    reason = why_too_small(call.input, matrix, True) or _reason_of_quantization(call, fake_value(linear))
     reason = reason or reason_of_few_rows(linear, options.freeze_weights)
     return WhyFloat(reason, False) if reason else None
 
 
-def _parameter(weight: Node) -> Node:
-    """What a weight is read from: itself, or the parameter that it is the transpose of (expand_products.py)."""
-    parameter = weight.args[0] if operation(weight) == "t" else weight
-    assert isinstance(parameter, Node)
-    return parameter
+def _parameter(weight: Node) -> tuple[Node, Callable[[Tensor], Tensor]]:
+    """What a weight is read from, and how: the parameter itself, its transpose (expand_products.py) or some rows."""
+    if operation(weight) == "t":
+        parameter = weight.args[0]
+        assert isinstance(parameter, Node)
+        return parameter, torch.t
+    rows = rows_of(weight)
+    return (weight, lambda value: value) if rows is None else (rows.source, lambda value: value[rows.start : rows.stop])
 
 
 def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str | None:
@@ -238,12 +244,11 @@ class _FrozenWeights:
         """The buffers of a weight; None if the graph itself writes it, so that it cannot be frozen."""
         if weight not in self._frozen:
             first, last = next(iter(self._gm.graph.nodes)), self._gm.graph.output_node()
-            parameter = _parameter(weight)
+            parameter, read = _parameter(weight)
             value = self._constants.value(parameter)
             if value is None or written_between(first, last, [weight]) is not None:
                 return None
             guard_identity(parameter)
-            value = value.detach() if parameter is weight else value.detach().t()
-            q, scale = numerics.quantize_weight(value)
+            q, scale = numerics.quantize_weight(read(value.detach()))
             self._frozen[weight] = Quantized(self._scales.buffer(q.contiguous()), self._scales.buffer(scale))
         return self._frozen[weight]

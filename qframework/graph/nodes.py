@@ -277,12 +277,20 @@ def state_path(node: Node) -> str | None:
     return None if name is None else _clean_path(name)
 
 
+_ROWS = ("getitem", "slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split")
+
+
 def _owner_path(node: Node) -> str | None:
-    """``blocks.0.mlp.fc1`` from the placeholder or attribute of its bias or weight."""
+    """``blocks.0.mlp.fc1`` from the placeholder or attribute of its bias or weight, or from some rows of it."""
+    while operation(node) in _ROWS and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
     path = state_path(node)
     if path is None:
         return None
     owner, _, leaf = path.rpartition(".")
-    if leaf in ("in_proj_weight", "in_proj_bias"):  # nn.MultiheadAttention's own parameters
-        return f"{owner}.in_proj" if owner else "in_proj"
+    own = re.fullmatch(
+        r"(\w+)_proj_(?:weight|bias)", leaf
+    )  # nn.MultiheadAttention's: in_proj, or q_proj, k_proj, v_proj
+    if own:
+        return f"{owner}.{own[1]}_proj" if owner else f"{own[1]}_proj"
     return owner if leaf in ("bias", "weight") else None

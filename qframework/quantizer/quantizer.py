@@ -20,6 +20,7 @@ from qframework.graph.read_after_writes import read_after_writes
 from qframework.graph.replace_attention import name_shapes
 from qframework.graph.scalar_constants import write_out_scalars
 from qframework.graph.small_linears import why_too_small
+from qframework.graph.weight_rows import separate_weights
 from qframework.quantizer.annotate_attention import (
     AttentionAnnotation,
     annotate_attention,
@@ -158,8 +159,9 @@ class QFrameworkQuantizer(Quantizer):
         """Rewrite every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
         Layers inside ``torch.no_grad()`` become part of the graph. Products with a parameter, such as transformers'
-        ``Conv1D``, become linears, if a rule configures linears. Layers read inputs behind all writes in place. Numbers
-        that export kept as tensors are numbers again.
+        ``Conv1D``, become linears, if a rule configures linears. Linears that read some rows of a parameter get a
+        weight of their own. Layers read inputs behind all writes in place. Numbers that export kept as tensors are
+        numbers again.
 
         Raises:
             UnsupportedError: no kernel supports the configuration.
@@ -169,6 +171,8 @@ class QFrameworkQuantizer(Quantizer):
         write_out_scalars(model)
         if self._names(LinearConfig):
             expand_exported_products(model)
+            if not self.is_qat:  # copies of a parameter would be trained apart
+                separate_weights(model)
         if self._names(AttentionConfig):
             self._transform_attentions(model)
         read_after_writes(model)

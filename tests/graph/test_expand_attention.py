@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from attention_models import VARIANT, compiled, randomize
 from torch import nn
 
+import qframework
 from qframework.numerics import sqnr_db
 
 
@@ -59,12 +60,36 @@ class TestMultiheadAttention:
                 x = torch.randn(batch, 17, 32)
                 assert sqnr_db(model(x, x, x)[0], run(x)) > 25
 
-    def test_weights_that_are_read_are_computed(self):
+    @pytest.mark.parametrize("average", [True, False])
+    def test_weights_that_are_read(self, average):
         model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
-        out, capture = compiled(lambda x: model(x, x, x), x)
-        assert not capture.calls
+        out, capture = compiled(lambda x: model(x, x, x, average_attn_weights=average), x)
+        assert not capture.calls  # of quantized attention
         with torch.no_grad():
-            torch.testing.assert_close(out, model(x, x, x))
+            torch.testing.assert_close(out, model(x, x, x, average_attn_weights=average))
+
+    def test_int8_linears_where_weights_are_read(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
+        run = torch.compile(model, backend="qframework", options={"linear": "int8_dynamic"}, fullgraph=True)
+        with torch.no_grad():
+            for exact, found in zip(model(x, x, x), run(x, x, x), strict=True):
+                assert 20 < sqnr_db(exact, found) < 60
+
+    @pytest.mark.parametrize("frozen", [False, True])
+    def test_int8_linears_of_another_tensor(self, frozen):
+        """The weight of queries, and that of keys and values, are rows of one parameter."""
+        model = randomize(nn.MultiheadAttention(32, 2, batch_first=True))
+        x, other = torch.randn(3, 17, 32), torch.randn(3, 9, 32)
+        options = {"linear": "int8_dynamic", "freeze_weights": frozen}
+        report = qframework.explain(model, (x, other, other), options=options)
+        linears = [layer for layer in report.layers if layer.kind == "linear"]
+        assert [layer.name for layer in linears] == ["in_proj", "in_proj", "out_proj"]
+        assert all(layer.lowered for layer in linears)
+        run = torch.compile(model, backend="qframework", options=options, fullgraph=True)
+        with torch.no_grad():
+            assert sqnr_db(model(x, other, other)[0], run(x, other, other)[0]) > 25
+            model.in_proj_weight.mul_(-1.5)
+            assert (sqnr_db(model(x, other, other)[0], run(x, other, other)[0]) > 25) is not frozen
 
     @pytest.mark.parametrize("fast_path", [True, False])
     def test_encoder_layer(self, fast_path):
