@@ -126,8 +126,11 @@ def qframework_backend(
         QFrameworkError: a quantized layer has an invalid scale or dtype; the message names the layer.
     """
     from qframework.compat.early_launch import early_launch
-    from qframework.compat.inductor import compile_graph
+    from qframework.compat.inductor import compile_graph, start_processes
 
+    devices = {x.device.type for x in example_inputs if isinstance(x, Tensor)}
+    if "cuda" in devices:
+        start_processes()
     register_call_sites()
     settings = parse_options(mode, options)
     watch_skipped_code()
@@ -143,7 +146,7 @@ def qframework_backend(
     logger.info("qframework: %s", report.summary)
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
-    on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
+    on_cpu = devices <= {"cpu"}
     if on_cpu:
         _note_slow_products(report)
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qframework.compat.launchers import Launchers
 from qframework.compat.missing import explained, note_missing
 
 with explained():
@@ -34,16 +35,26 @@ def early_launch(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def waiting_first() -> Iterator[None]:
-    """Kernels that are generated inside and launched early wait before they do anything else."""
+    """Kernels that are generated inside and launched early wait before they do anything else.
+
+    Their launchers are compiled in threads.
+    """
     original = getattr(TritonKernel, _FILTER, None)
     if original is None:
         yield
         return
-    setattr(TritonKernel, _FILTER, _wait_first)
-    try:
-        yield
-    finally:
-        setattr(TritonKernel, _FILTER, original)
+    with Launchers() as launchers:
+
+        def finish(kernel: Any, code: Any) -> None:
+            _wait_first(kernel, code)
+            if kernel._enable_pdl_codegen() and kernel.triton_meta:
+                launchers.compile(kernel.triton_meta["signature"])
+
+        setattr(TritonKernel, _FILTER, finish)
+        try:
+            yield
+        finally:
+            setattr(TritonKernel, _FILTER, original)
 
 
 def _wait_first(kernel: Any, code: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.compiler.config
 
 from qframework.compat.early_launch import waiting_first
-from qframework.compat.missing import explained
+from qframework.compat.missing import explained, note_error
 from qframework.compat.pytree import treespec_loads
 from qframework.compat.subgraphs import one_schema_for_equal_calls
 
@@ -25,6 +25,19 @@ with explained():
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
+
+
+def start_processes() -> None:
+    """Start the processes that compile Triton kernels, once; they are ready seconds later.
+
+    Until then Inductor compiles kernels one after the other in its own process.
+    """
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError as error:
+        note_error(error)
+        return
+    maybe_warm_pool()
 
 
 def can_call_subgraphs() -> bool:
@@ -203,4 +216,5 @@ __all__ = [
     "load_compiled_package",
     "package_structure",
     "select_decomp_table",
+    "start_processes",
 ]

@@ -45,6 +45,8 @@ _BLOCKS = "INT8 training cannot compute in blocks (BlockTensor)"
 _PERSISTENT = "Inductor quantizes the rows of windows many times as slowly"
 _NO_SITES = "code that Inductor generated cannot call operators past the dispatcher"
 _DISPATCHED = "it calls them through the dispatcher, which takes the host about 7 us longer for each call"
+_LATE = "the processes that compile Triton kernels start late, and kernels are compiled one after the other"
+_LAUNCHERS = "launchers are compiled one after the other, and first calls under CUDA graphs take longer"
 _WRAPPERS = "repeated blocks would be outlined where Inductor's code cannot call them, and compilation fails"
 _EARLY = "kernels of Inductor cannot be launched before the one before them is done, which takes CUDA graphs longer"
 _IN_ORDER = "they are launched one after the other"
@@ -281,6 +283,12 @@ _ROWS = (
     Name("torch._inductor.codegen.triton.TritonKernel.GDC_WAIT", _EARLY),
     Name("torch._inductor.codegen.triton.TritonKernel.GDC_LAUNCH", _EARLY),
     Name("_lines", _EARLY, source="torch._inductor.utils"),
+    # launchers.py
+    Name("triton_meta", _LAUNCHERS, source="torch._inductor.codegen.triton"),
+    *(
+        Name(f"triton.backends.nvidia.driver.{name}", _LAUNCHERS, until="3.7")
+        for name in ("make_launcher", "compile_module_from_src", "include_dirs", "libraries", "library_dirs")
+    ),
     # subgraphs.py
     Name(
         "gen_schema",
@@ -289,6 +297,7 @@ _ROWS = (
         source="torch._higher_order_ops.invoke_subgraph",
     ),
     # inductor.py
+    Name("torch._inductor.async_compile.maybe_warm_pool", _LATE, "Inductor starts them when a graph is lowered"),
     Name("torch._inductor.config.cpp_wrapper", _WRAPPERS),
     Name("torch._inductor.config.fx_wrapper", _WRAPPERS),
     Name("torch._inductor.compile_fx.compile_fx", "backend='qframework' cannot compile a model"),

@@ -6,7 +6,6 @@ A driver that stands for a Hopper GPU answers Triton, so that kernels are looked
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import defaultdict
 from importlib import import_module
@@ -19,7 +18,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Interpreter
 
-import qframework.backend
 from qframework.backend import compile as backend
 from qframework.backend import warm_up as warm_up_module
 from qframework.backend.compile import lower
@@ -28,7 +26,7 @@ from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
-from qframework.compat.triton import is_noted, prepare
+from qframework.compat.triton import is_noted
 from qframework.graph.nodes import fake_value
 from qframework.kernels.attention import hopper as attention_hopper
 from qframework.kernels.attention import hopper_dense
@@ -364,32 +362,6 @@ def test_nothing_happens_where_kernels_are_interpreted(monkeypatch):
     monkeypatch.setattr(warm_up_module, "INTERPRET", True)
     with warm_up(quantized_graph()):
         pass
-
-
-@pytest.mark.parametrize("initialized", [True, False])
-def test_looking_up_the_backend_prepares_triton_once_and_its_driver_where_cuda_runs(monkeypatch, initialized):
-    done = []
-    warm_up_module._prepare_once.cache_clear()
-    monkeypatch.setattr(warm_up_module, "INTERPRET", False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(
-        warm_up_module, "prepare", lambda driver: done.append((threading.current_thread().name, driver))
-    )
-    for _ in range(2):
-        assert callable(qframework.backend.qframework_backend)
-    for thread in threading.enumerate():
-        if thread.name == "qframework-prepare":
-            thread.join()
-    assert done == [("qframework-prepare", initialized)]
-    warm_up_module._prepare_once.cache_clear()
-
-
-def test_prepare_without_a_driver_hashes_triton_and_puts_the_switch_interval_back():
-    key, before = pytest.importorskip("triton.runtime.cache").triton_key, sys.getswitchinterval()
-    key.cache_clear()
-    prepare(driver=True)
-    assert key.cache_info().currsize == 1
-    assert sys.getswitchinterval() == before
 
 
 def test_symbolic_sizes_are_left_to_the_launch(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from torch._inductor.codegen.triton import TritonKernel
 
 from qframework.compat import early_launch
+from qframework.compat.launchers import Launchers
 
 WAIT, LAUNCH = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
 DEFERRED = object()  # a line that Inductor writes later
@@ -41,12 +42,26 @@ def test_only_kernels_generated_inside_wait_first():
 
     def generate():
         with early_launch.waiting_first():
-            assert TritonKernel._filter_pdl is early_launch._wait_first
+            assert TritonKernel._filter_pdl is not original
             raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):
         generate()
     assert TritonKernel._filter_pdl is original
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_launchers_of_kernels_that_are_launched_early_are_compiled_ahead(early, monkeypatch):
+    signatures = []
+    monkeypatch.setattr(Launchers, "compile", lambda self, signature: signatures.append(signature))
+    code = SimpleNamespace(_lines=[f"    {WAIT}"])
+    signature = {"in_ptr0": "*fp16", "xnumel": "i32", "XBLOCK": "constexpr"}
+    meta = {"signature": signature}
+    kernel = SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH, _enable_pdl_codegen=lambda: early, triton_meta=meta)
+    with early_launch.waiting_first():
+        TritonKernel._filter_pdl(kernel, code)
+    assert code._lines == ([WAIT, LAUNCH] if early else [])
+    assert signatures == ([signature] if early else [])
 
 
 @pytest.mark.parametrize(

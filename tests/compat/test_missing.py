@@ -23,7 +23,7 @@ from torch import nn
 
 import qframework.compat
 from qframework.backend.release import release_prepared_models
-from qframework.compat import dynamo, functions, graphs, memos, missing, modules, operators
+from qframework.compat import dynamo, functions, graphs, inductor, memos, missing, modules, operators
 from qframework.compat import triton as compat_triton
 from qframework.compat.cpp_compiler import cpp_compiler
 from qframework.compat.names import NAMES, Name
@@ -51,10 +51,12 @@ LATE = (
     "torch._dynamo.",
     "torch._functorch.config.",
     "torch._inductor.aoti_",
+    "torch._inductor.async_compile.",
     "torch._inductor.config.",
     "torch._inductor.lowering",
     "torch._library.utils",
     "torch.export.pt2_archive.",
+    "triton.backends.nvidia.driver.",
 )
 LATE_NAMES = (
     "diffusers.hooks.layerwise_casting.DEFAULT_SKIP_MODULES_PATTERN",
@@ -68,7 +70,6 @@ LATE_NAMES = (
     "transformers.models.sam.modeling_sam.SAM_VISION_ATTENTION_CLASSES",
     "transformers.models.sam_hq.modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES",
     "triton.AsyncCompileMode",
-    "triton.backends.nvidia.driver.CudaLauncher",  # of a compiled kernel, by its attributes
 )
 
 
@@ -316,6 +317,16 @@ def test_the_cache_of_graphs_without_its_option_is_logged(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch._functorch.config", types.ModuleType("config"), raising=False)
     assert not dynamo.switch_off_graph_cache()
     assert "AOTAutograd's cache" in said[0]
+
+
+def test_inductor_without_the_start_of_its_processes_is_logged(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.delattr("torch._inductor.async_compile.maybe_warm_pool")
+    inductor.start_processes()
+    (message,) = said
+    assert "maybe_warm_pool" in message
+    assert "start late" in message
 
 
 # Functions, graphs, modules, operators --------------------------------------------------------------------------------
