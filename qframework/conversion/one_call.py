@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
@@ -82,7 +83,7 @@ def quantize(
     if calibration_data is None and (chosen is not None or quantizer.needs_calibration):
         why = "a recipe" if chosen is not None else "static INT8"
         raise CalibrationError(f"quantize: calibration_data must hold batches of real inputs for {why}, got None")
-    args, kwargs = as_call(example_inputs)
+    args, kwargs = pytree.tree_map_only(Tensor, _dense, as_call(example_inputs))
     shapes = _shapes(args, kwargs, dynamic_shapes)
     exported = _exported(model, args, kwargs, shapes)
     skip = tuple(skip)
@@ -140,6 +141,11 @@ def _is_quantized(converted: fx.GraphModule) -> bool:
         isinstance(node.target, OpOverload) and node.target.namespace in ("quantized_decomposed", "qframework")
         for node in converted.graph.nodes
     )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """``x``, or a copy if it is a slice of another tensor: an exported model would take no tensor of other strides."""
+    return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.contiguous()
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Any:

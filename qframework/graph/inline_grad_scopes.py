@@ -20,9 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.compat.dispatch import set_grad_enabled
+from qframework.compat.dynamo import recorded_value
 from qframework.graph.nodes import operation
 from qframework.graph.writes import writes_in_place
 
@@ -36,11 +38,19 @@ def inline_grad_scopes(gm: GraphModule, wanted: Callable[[Node], bool] = lambda 
 def inline_scopes_of_layers(gm: GraphModule) -> None:
     """Inline the bodies of an exported graph that hold layers to quantize; others keep their gradient mode's scope.
 
-    Those that write in place are inlined too: PT2E drops a scope whose results nobody reads.
+    Those that write in place are inlined too: PT2E drops a scope whose results nobody reads. And so are those with
+    sizes that vary: torch.compile breaks the graph there, and the layers behind would stay in float.
     """
     layers = ("linear", "addmm", "scaled_dot_product_attention", "softmax")
-    if inline_grad_scopes(gm, lambda node: operation(node) in layers or writes_in_place(node)):
+    if inline_grad_scopes(gm, lambda node: operation(node) in layers or writes_in_place(node) or _varies(node)):
         gm.recompile()
+
+
+def _varies(node: Node) -> bool:
+    """Whether a node's value is, or has, a size that varies."""
+    value = recorded_value(node)
+    sizes = value.shape if isinstance(value, Tensor) else [value]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _is_scope(node: Node) -> bool:

@@ -43,6 +43,16 @@ def test_fixed_shapes() -> None:
         quantize(MLP().eval(), x, dynamic_int8())
 
 
+def test_an_example_that_is_a_slice(tmp_path) -> None:
+    """Only its shape and dtype matter, not its strides."""
+    model, x = MLP().eval(), torch.randn(6, 5, 16)
+    quantized = quantize(model, x[:, 0], static_int8(), [x[:, 0]])
+    quantized.save(tmp_path / "sliced.pt2")
+    for each in (quantized, qframework.load(tmp_path / "sliced.pt2")):
+        for other in (x[:4, 1], x[:, 1].contiguous(), torch.randn(16, 3).t()):
+            assert numerics.sqnr_db(model(other), each(other)) > 20
+
+
 class TokenBias(MLP):
     """Scores between tokens plus a mask of all tokens against all, which has no batch."""
 

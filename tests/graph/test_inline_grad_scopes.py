@@ -68,6 +68,33 @@ def test_scopes_without_layers_are_kept_in_an_exported_graph(case):
     torch.testing.assert_close(graph(x), model(x), rtol=0, atol=0)
 
 
+class Sinusoidal(nn.Module):
+    """Positions of as many tokens as there are, computed without gradients, as in M2M100 and SpeechT5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.register_buffer("table", torch.randn(40, 24))
+
+    def forward(self, x):
+        places = x.sum(-1).ge(0).long()
+        with torch.no_grad():
+            positions = self.table.index_select(0, places.view(-1)).view(x.shape[0], x.shape[1], -1).detach()
+        return self.last(self.first(x) + positions)
+
+
+def test_sizes_that_vary_inside_a_scope():
+    """``torch.compile`` broke the graph at the scope, and the layers behind stayed in float."""
+    torch.manual_seed(0)
+    model, x = Sinusoidal().eval(), torch.randn(4, 5, 16)
+    quantized = quantize(model, (x,), "static_int8", calibration_data=[(x,)])
+    compiled = torch.compile(quantized, backend="qframework", fullgraph=True)
+    with torch.no_grad():
+        for size in (4, 6, 9):
+            other = torch.randn(size, 5, 16)
+            torch.testing.assert_close(compiled(other), quantized(other))
+
+
 @pytest.mark.parametrize("prepared", [True, False])
 def test_a_quantized_model_leaves_the_gradient_mode_as_it_is(case, prepared, tmp_path):
     model, x = case
