@@ -227,11 +227,14 @@ def _is_dense(fake: Tensor) -> bool:
 
 
 def _may_leave(node: Node) -> bool:
-    """Whether a value can be a result of a block: contiguous memory of its own, where a view would alias an input."""
+    """Whether a value can be a result of a block: memory of its own without gaps, where a view would alias an input.
+
+    Inductor keeps the order of its dimensions, such as that of channels that come last in memory.
+    """
     if node.target is _int8_linear:
         return True
     fakes = _fakes(node)
-    return operation(node) in _LEAVING and fakes is not None and all(fake.is_contiguous() for fake in fakes)
+    return operation(node) in _LEAVING and fakes is not None and all(map(_is_dense, fakes))
 
 
 def _inputs(block: Sequence[Node]) -> list[Node]:

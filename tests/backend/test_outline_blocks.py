@@ -326,6 +326,45 @@ def test_a_compiled_residual_stream_computes_the_same(monkeypatch):
     assert torch.equal(ours, wanted)
 
 
+class Convolutions(nn.Module):
+    """Blocks whose residual stream has channels that come last in memory, as in ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 2, 2)
+        self.convolutions = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1, groups=32) for _ in range(5))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x):
+        x = self.stem(x).contiguous(memory_format=torch.channels_last)
+        for convolution, layer in zip(self.convolutions, self.layers, strict=True):
+            rows = nn.functional.layer_norm(convolution(x).permute(0, 2, 3, 1), (32,))
+            x = x + layer(rows).relu().permute(0, 3, 1, 2)
+        return x
+
+
+def test_a_residual_stream_keeps_the_order_of_its_dimensions(monkeypatch):
+    x = torch.randn(2, 3, 10, 12)
+    model, counts = converted(Convolutions().eval(), x), []
+    gm, inputs = lowered_graph(model, x)
+    expected = run(gm, inputs)
+    assert outline(gm) == 4
+    leaving = [node for call in calls(gm, _invoke) for node in call.users if node.meta["example_value"].ndim == 4]
+    assert {node.meta["example_value"].stride() for node in leaving} >= {(960, 1, 192, 32)}
+    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
+        assert torch.equal(ours, wanted)
+    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
+        torch._dynamo.reset()
+        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+    assert counts == [4]
+    assert torch.equal(ours, wanted)
+    assert ours.stride() == wanted.stride() == model(x).stride()
+
+
 class Casts(Stream):
     """Exported, its casts assert what they read."""
 
