@@ -52,7 +52,8 @@ def lower_linear(lowering: Lowering) -> None:
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)
-        insert_int8_linear(lowering.gm, call, a, b, epilogue, lowering.scales)
+        new = insert_int8_linear(lowering.gm, call, a, b, epilogue, lowering.scales)
+        lowering.converted.add(new)
         reports.append(LayerReport(name, True, epilogue.describe(), calibration_notes(node)))
 
 

@@ -64,6 +64,7 @@ class ScaleConstants:
     def remove(self, node: Node) -> None:
         """Free a buffer that was made here, unless something reads it."""
         if not node.users:
+            self._nodes = {key: known for key, known in self._nodes.items() if known is not node}
             self._gm.graph.erase_node(node)
             delattr(self._gm, str(node.target))
 
@@ -89,6 +90,8 @@ class Lowering:
         scales: buffers for scales, shared by all passes.
         reports: on the layers that the passes so far have handled.
         order: the position of each layer's first node.
+        converted: the ``int8_linear`` nodes of layers that PT2E quantized. Their weights are tensors of one model: no
+            other part of it runs the same code, as the blocks do that ``torch.compile`` compiles one by one.
         checks: called with the inputs of each call before the compiled graph runs.
     """
 
@@ -98,6 +101,7 @@ class Lowering:
     scales: ScaleConstants
     reports: list[LayerReport] = field(default_factory=list)
     order: dict[str, int] = field(default_factory=dict)
+    converted: set[Node] = field(default_factory=set)
     checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
 
     @classmethod

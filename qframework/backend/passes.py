@@ -112,10 +112,10 @@ LOWERING: tuple[Pass, ...] = (
     lower_linear,
     lower_float_linear,
     report_products,
-    merge_linears,
     on_graph(expand_patch_embedding),  # after the linears: its product stays in float
     lower_quantize,
     keep_zero_point_biases,
+    merge_linears,  # after the quantizations of their input are one, and after biases are known
     group_weights,
     fuse_hadamard,
     lower_add_norm,

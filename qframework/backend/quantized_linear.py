@@ -240,8 +240,8 @@ def static_quantization(node: Node, value: Node) -> tuple[float | Node, int | No
 
 def insert_int8_linear(
     gm: GraphModule, call: LinearCall, a: Quantized, b: Quantized, epilogue: Epilogue, scales: ScaleConstants
-) -> None:
-    """Replace ``epilogue.end`` by ``int8_linear`` and erase nodes without readers."""
+) -> Node:
+    """Replace ``epilogue.end`` by ``int8_linear``, which is returned, and erase nodes without readers."""
     end = epilogue.end
     device = _device_of(call.weight, end)
     out_dtype = None if epilogue.out_scale is not None else _float_dtype(end)
@@ -267,6 +267,7 @@ def insert_int8_linear(
     new.meta = {k: v for k, v in end.meta.items() if k in (*VALUE_KEYS, "nn_module_stack", "stack_trace")}
     end.replace_all_uses_with(new)
     erase_unused(gm, end)
+    return new
 
 
 def _bias_of_zero_point(

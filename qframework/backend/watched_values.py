@@ -59,7 +59,8 @@ class WatchedValues:
 
     def check(self, args: Sequence[Any]) -> None:
         """Compute the buffers again, in place, if necessary. ``args`` are the inputs of a call."""
-        values = [each.now(args) for each in self._operands]
+        # written out: a call of `now` for each takes a fifth of the check's time
+        values = [each.value if each.index is None else args[each.index] for each in self._operands]
         if all(map(operator.is_, values, self._known)) and self._state() == self._accepted:
             return
         with torch.no_grad():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from qframework.backend import keep_quantize, linear_gain
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.tile_costs import half_us, int8_us
+
+STORED = Path(__file__).parents[2] / "benchmarks/results/other/2026-11-27-h100-tile-costs.json"
 
 
 class Mlp(nn.Module):
@@ -213,3 +217,50 @@ class TestEstimates:
     def test_rearranged_channels_are_estimated_for_more_rows(self, gains, rows, estimated):
         (gain,) = gains(Channels(32), (1, rows, 32))
         assert (gain is not None) == estimated
+
+
+QKV, UP = (768, 768, 768), (8192, 8192)
+
+
+class TestJoining:
+    """Layers that need a copy of their weights to become one product."""
+
+    def pays(self, rows, outputs, inputs):
+        return linear_gain.pays_to_join(torch.empty(rows, inputs, dtype=torch.int8, device="meta"), outputs)
+
+    @pytest.mark.parametrize("rows", [1, 64, 128, 512, 4096])
+    def test_short_projections_are_joined(self, rows):
+        assert self.pays(rows, QKV, 768)
+
+    def test_many_rows_save_too_little(self):
+        assert not self.pays(16384, QKV, 768)
+
+    @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, (4096, 1024, 1024), 4096), (128, UP, 2048)])
+    def test_long_weights_would_take_too_much_memory(self, rows, outputs, inputs):
+        assert not self.pays(rows, outputs, inputs)
+        assert self.pays(rows, tuple(each // 8 for each in outputs), inputs)
+
+    def test_grouped_heads_of_a_small_language_model(self):
+        assert self.pays(1, (2048, 512, 512), 2048)
+        assert self.pays(512, (2048, 512, 512), 2048)
+
+    def test_without_estimates_none_are_joined(self, monkeypatch):
+        assert not self.pays(0, QKV, 768)
+        monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: None)
+        assert not self.pays(128, QKV, 768)
+
+    def test_estimates_agree_with_measurements(self):
+        fastest: dict[tuple[int, int, int], float] = {}
+        for each in json.loads(STORED.read_text())["records"]:
+            shape = each["m"], each["n"], each["k"]
+            fastest[shape] = min(fastest.get(shape, 1e9), *(tile["us"] for tile in each["tiles"]))
+        triples = [(m, n, k) for m, n, k in fastest if (m, 3 * n, k) in fastest]
+        measured = [1 - fastest[m, 3 * n, k] / (3 * fastest[m, n, k]) for m, n, k in triples]
+        estimated = [1 - int8_us(m, 3 * n, k, 132) / (3 * int8_us(m, n, k, 132)) for m, n, k in triples]
+        assert len(triples) == 48
+        assert 0.16 < min(measured) < max(measured) < 0.69
+        errors = [guess - share for guess, share in zip(estimated, measured, strict=True)]
+        assert -0.11 < min(errors) < max(errors) < 0.23
+        joined = [share for (m, n, k), share in zip(triples, measured, strict=True) if self.pays(m, (n, n, n), k)]
+        assert len(joined) == 46
+        assert min(joined) > 0.16

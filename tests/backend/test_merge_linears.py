@@ -6,16 +6,20 @@ import copy
 
 import pytest
 import torch
+from lowered_models import converted
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.fx import GraphModule
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from qframework.backend import passes
+from qframework.backend import linear_gain, passes
 from qframework.backend.compile import run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.merge_linears import merge_linears
 from qframework.backend.options import BackendOptions
 from qframework.numerics import sqnr_db
+from qframework.quantizer import QuantizationConfig, dynamic_int8, static_attention, static_int8
 
+DECOMPOSED = torch.ops.quantized_decomposed
 INT8_LINEAR = torch.ops.qframework.int8_linear.default
 FROZEN = {"linear": "int8_dynamic", "freeze_weights": True}
 
@@ -55,7 +59,7 @@ class Reads(nn.Module):
         return self.read(self.a(x), self.b(x), x)
 
 
-def lowered(model, x, options=FROZEN, merged=True, dynamic=False):
+def lowered(model, x, options=FROZEN, merged=True, dynamic=False, reset=True):
     """The lowered graphs, run without Inductor; and what to call."""
     found = []
 
@@ -74,8 +78,10 @@ def lowered(model, x, options=FROZEN, merged=True, dynamic=False):
     with pytest.MonkeyPatch.context() as patch:
         if not merged:
             patch.setattr(passes, "LOWERING", tuple(each for each in passes.LOWERING if each is not merge_linears))
-        torch._dynamo.reset()
-        compiled = torch.compile(model.eval(), backend=backend, dynamic=dynamic)
+        if reset:
+            torch._dynamo.reset()
+        model = model if isinstance(model, GraphModule) else model.eval()
+        compiled = torch.compile(model, backend=backend, dynamic=dynamic)
         compiled(x)
     return found, compiled
 
@@ -194,3 +200,204 @@ def test_linears_of_different_inputs_stay_apart():
             return self.a(x.sin()) * self.b(x.cos())
 
     assert products(lowered(Two(), torch.randn(2, 7, 32))[0]) == 2
+
+
+# Models that PT2E converted, whose weights remain theirs ---------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Estimates of an H100, for tensors on the CPU."""
+    monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
+
+
+CONFIGURATIONS = {
+    "static": static_int8(),
+    "one scale for each weight": static_int8(weight="per_tensor"),
+    "a scale for each token": static_int8(activation="per_token"),
+    "zero points": static_int8(symmetric=False),
+    "dynamic": dynamic_int8(),
+    "static attention": QuantizationConfig(static_int8(), static_attention()),
+}
+
+
+def static_model(configuration="static", model=None, x=None):
+    """A converted model with biases that matter, and its input."""
+    model = model or nn.Sequential(Attention(), Attention(4, 4))
+    x = torch.randn(2, 7, 32) if x is None else x
+    for number, parameter in enumerate(model.parameters()):
+        parameter.mul_(1 + number % 3)
+    return converted(model, x, CONFIGURATIONS[configuration]), x
+
+
+@pytest.mark.usefixtures("hopper")
+class TestConverted:
+    @pytest.mark.parametrize("configuration", CONFIGURATIONS)
+    def test_projections_are_one_product_with_the_same_result(self, configuration):
+        model, x = static_model(configuration)
+        apart, run_apart = lowered(model, x, {}, merged=False)
+        expected = run_apart(x)
+        together, run = lowered(model, x, {})
+        assert (products(apart), products(together)) == (8, 4)
+        assert torch.equal(run(x), expected)
+
+    def test_the_model_keeps_its_own_tensors(self):
+        model, x = static_model()
+        before = {name: (tensor, tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+        lowered(model, x, {})
+        for name, tensor in model.state_dict().items():
+            _, address, values = before[name]
+            assert tensor.data_ptr() == address
+            assert torch.equal(tensor, values)
+
+    def test_other_devices_need_no_copy(self, monkeypatch):
+        monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: None)
+        model, x = static_model()
+        graphs, _ = lowered(model, x, {})
+        assert products(graphs) == 8
+        assert not any(buffer.dtype == torch.int8 for gm in graphs for buffer in gm.buffers())
+
+    def test_unused_buffers_are_freed(self):
+        model, x = static_model("zero points")
+        graphs, _ = lowered(model, x, {})
+        assert all(node.users for gm in graphs for node in gm.graph.find_nodes(op="get_attr"))
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_another_state_dict_is_seen(self, assign):
+        (model, x), (other, _) = static_model(), static_model()
+        _, run = lowered(model, x, {})
+        before = run(x)
+        model.load_state_dict(other.state_dict(), assign=assign)
+        after = run(x)
+        assert not torch.allclose(before, after, atol=1e-2)
+        assert torch.equal(after, lowered(model, x, {}, merged=False)[1](x))
+
+    @pytest.mark.parametrize("configuration", ["static", "zero points"])
+    def test_a_write_to_one_tensor_is_seen(self, configuration):
+        model, x = static_model(configuration, Attention())
+        other = copy.deepcopy(model)
+        run, run_apart = lowered(model, x, {})[1], lowered(other, x, {}, merged=False, reset=False)[1]
+        ours, theirs = ([*each.named_buffers(), *each.named_parameters()] for each in (model, other))
+        written = 0
+        for (name, tensor), (_, same) in zip(ours, theirs, strict=True):
+            if not any(part in name for part in ("frozen_param", "weight_scale", "bias")):
+                continue
+            before = run(x)
+            for each in (tensor, same):
+                each.copy_(each.flip(0) if each.dtype == torch.int8 else each * 2)
+            after = run(x)
+            assert not torch.equal(before, after), name
+            assert torch.equal(after, run_apart(x)), name
+            written += 1
+        assert written == 4 + 4 + 3
+
+    def test_inductor_compiles_the_same(self):
+        model, x = static_model()
+        expected = lowered(model, x, {}, merged=False)[1](x)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="qframework")
+        assert sqnr_db(expected, compiled(x)) > 40, "the same integers but for a few ties"
+        weight = dict(model.named_buffers())["_frozen_param2"]
+        weight.copy_(weight.flip(0))
+        changed = compiled(x)
+        assert sqnr_db(expected, changed) < 20
+        assert sqnr_db(lowered(model, x, {}, merged=False)[1](x), changed) > 40
+
+    def test_weights_that_take_long_to_read_stay_apart(self):
+        class Long(Reads):
+            def __init__(self, outputs):
+                super().__init__(lambda a, b, x: a.sin() * b.cos())
+                self.a, self.b = nn.Linear(2048, outputs), nn.Linear(2048, outputs)
+
+        for outputs, number in ((768, 1), (1024, 2)):
+            model, x = static_model(model=Long(outputs), x=torch.randn(2, 7, 2048))
+            assert products(lowered(model, x, {})[0]) == number
+
+    @pytest.mark.parametrize("read", ["an activation, which is an epilogue", "a sum, which is an epilogue"])
+    def test_different_epilogues_stay_apart(self, read):
+        model, x = static_model(model=Reads(READS[read]))
+        assert products(lowered(model, x, {})[0]) == 2
+
+    @pytest.mark.parametrize(("outputs", "number"), [(20, 1), (22, 2)])
+    def test_slices_begin_at_multiples_of_16_bytes(self, outputs, number):
+        model = Reads(lambda a, b, x: a.sin() * b[..., :1])
+        model.b = nn.Linear(32, outputs)
+        model, x = static_model(model=model)
+        assert products(lowered(model, x, {})[0]) == number
+
+    def test_keys_and_values_of_all_layers_are_pairs(self):
+        class Layers(nn.Module):
+            """A decoder's layers that attend to one encoder."""
+
+            def __init__(self):
+                super().__init__()
+                self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+            def forward(self, x):
+                y = x.cos()
+                for q, k, v in zip(*[iter(self.linears)] * 3, strict=True):
+                    y = y + (q(y) * k(x)).sin() * v(x)
+                return y
+
+        model, x = static_model(model=Layers())
+        graphs, run = lowered(model, x, {})
+        assert products(graphs) == 4
+        assert torch.equal(run(x), lowered(model, x, {}, merged=False)[1](x))
+
+
+INT8 = (0, -127, 127, torch.int8)
+
+
+class Direct(nn.Module):
+    """Two linears as PT2E leaves them, between which the model may write; its input is int8."""
+
+    def __init__(self, write=None) -> None:
+        super().__init__()
+        self.write = write or (lambda model, x: None)
+        for name in "ab":
+            self.register_buffer(f"{name}_weight", torch.randint(-127, 128, (32, 32), dtype=torch.int8))
+            self.register_buffer(f"{name}_scale", torch.rand(32) + 0.1)
+            self.register_buffer(f"{name}_bias", torch.randn(32))
+        self.register_buffer("zeros", torch.zeros(32, dtype=torch.int64))
+
+    def read(self, name, x):
+        weight, scale, bias = (getattr(self, f"{name}_{part}") for part in ("weight", "scale", "bias"))
+        weight = DECOMPOSED.dequantize_per_channel.default(weight, scale, self.zeros, 0, *INT8[1:])
+        return linear(DECOMPOSED.dequantize_per_tensor.default(x, 0.1, *INT8), weight, bias)
+
+    def forward(self, x):
+        y = self.read("a", x).sin()
+        self.write(self, x)
+        return y * self.read("b", x).cos()
+
+
+WRITES = {
+    "weight": lambda model, x: model.b_weight.neg_(),
+    "scale": lambda model, x: model.b_scale.mul_(2.0),
+    "bias": lambda model, x: model.b_bias.add_(1.0),
+    "input": lambda model, x: x.neg_(),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+class TestWritesOfTheModel:
+    def int8_input(self):
+        return torch.randint(-127, 128, (2, 7, 32), dtype=torch.int8)
+
+    def test_nothing_written(self):
+        assert products(lowered(Direct(), self.int8_input(), {})[0]) == 1
+
+    @pytest.mark.parametrize("write", WRITES)
+    def test_what_the_model_writes_is_not_copied(self, write):
+        model, x = Direct(WRITES[write]), self.int8_input()
+        other, same = copy.deepcopy(model), x.clone()
+        graphs, run = lowered(model, x, {})
+        assert products(graphs) == 2
+        results = [run(x) for _ in range(2)]
+        run = lowered(other, same, {}, merged=False)[1]
+        assert all(torch.equal(result, run(same)) for result in results)
+
+    def test_tensors_whose_writes_are_not_counted_are_not_copied(self):
+        with torch.inference_mode():
+            model = Direct()
+        assert products(lowered(model, self.int8_input(), {})[0]) == 2
