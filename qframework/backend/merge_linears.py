@@ -78,7 +78,7 @@ def _groups(lowering: Lowering) -> list[list[Node]]:
     for node in candidates:
         call = _call(node)
         run = -1 if _is_frozen(node, lowering) else run_of[node]
-        key = call.a, call.a_scale, call.out_dtype, call.out_scale is None, run
+        key = call.a, call.a_scale, call.result_dtype, run
         groups.setdefault(key, []).append(node)
     return [nodes for nodes in groups.values() if len(nodes) > 1 and _read_the_same(nodes)]
 
