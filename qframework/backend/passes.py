@@ -39,7 +39,9 @@ from qframework.graph.expand_patch_embedding import expand_patch_embedding
 from qframework.graph.expand_products import expand_products, is_grouped, why_no_linear
 from qframework.graph.inline_grad_scopes import inline_grad_scopes
 from qframework.graph.nodes import layer_name, operation
+from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.read_parts import read_parts
+from qframework.graph.scalar_constants import use_numbers
 from qframework.graph.select_early import select_early
 from qframework.graph.shorten import erase_inactive_dropouts
 
@@ -124,4 +126,10 @@ LOWERING: tuple[Pass, ...] = (
 )
 
 # Prepare a graph with INT8 linears for Inductor.
-FOR_INDUCTOR: tuple[Pass, ...] = (forget_grad_mode, forget_assertions, outline_blocks)
+FOR_INDUCTOR: tuple[Pass, ...] = (
+    forget_grad_mode,
+    forget_assertions,
+    on_graph(use_numbers),
+    on_graph(write_out_of_place),
+    outline_blocks,
+)

@@ -43,8 +43,10 @@ def written_attributes(gm: GraphModule) -> list[Node]:
     """The parameters and buffers of an exported graph that its operators write, as far as memory is recorded."""
     operators = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
     written = {x for node in operators for x in written_inputs(node)}
-    memory = {storage for x in written for storage in _memory(x) or ()}
-    return [node for node in gm.graph.find_nodes(op="get_attr") if node in written or memory & (_memory(node) or set())]
+    memory = {storage for x in written for storage in storages(x) or ()}
+    return [
+        node for node in gm.graph.find_nodes(op="get_attr") if node in written or memory & (storages(node) or set())
+    ]
 
 
 def writes_in_place(node: Node) -> bool:
@@ -61,10 +63,10 @@ def written_between(first: Node, last: Node, operands: Iterable[Node], own: Coll
     operands = list(operands)
     if not operands:
         return None
-    memory = _union(map(_memory, operands))
+    memory = _union(map(storages, operands))
     node = first
     while node is not last:
-        touched = [] if node in own else [x for x in node.all_input_nodes if _overlap(_memory(x), memory)]
+        touched = [] if node in own else [x for x in node.all_input_nodes if _overlap(storages(x), memory)]
         # What a node writes takes long to find out: only for those that read such memory.
         if touched and (_is_of_another_library(node) or not written_inputs(node).isdisjoint(touched)):
             return node
@@ -72,9 +74,15 @@ def written_between(first: Node, last: Node, operands: Iterable[Node], own: Coll
     return None
 
 
+def allocates(node: Node) -> bool:
+    """Whether the memory of a node's value is certainly not that of an input."""
+    own = storages(node)
+    return bool(own) and not any(_overlap(storages(x), own) for x in node.all_input_nodes)
+
+
 def returned(graph: Graph, node: Node) -> bool:
     """Whether a result of the graph may share memory with ``node``."""
-    return any(_overlap(_memory(result), _memory(node)) for result in graph.output_node().all_input_nodes)
+    return any(_overlap(storages(result), storages(node)) for result in graph.output_node().all_input_nodes)
 
 
 def _union(several: Iterable[set[int] | None]) -> set[int] | None:
@@ -269,7 +277,7 @@ def _may_hold_a_tensor(node: Node) -> bool:
     return value is None or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def _memory(node: Node) -> set[int] | None:
+def storages(node: Node) -> set[int] | None:
     """Identifies the storages of a node's tensors, which views share; None if unknown. Found once for its value."""
     value = recorded_value(node)
     known = node.meta.get(_MEMORY)

@@ -388,6 +388,30 @@ def test_assertions_of_exports_do_not_keep_blocks_apart(monkeypatch):
     assert torch.equal(ours, wanted)
 
 
+class Scores(Stream):
+    """Blocks with a sum in place, and divided by a number that is a tensor."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            score = x.sigmoid() / torch.sqrt(torch.tensor(x.shape[-1] * 2.0)).to(x.dtype)
+            score += x
+            x = layer(nn.functional.layer_norm(score, (32,))).relu()
+        return x
+
+
+def test_sums_in_place_and_numbers_as_tensors_do_not_keep_blocks_apart(monkeypatch):
+    x = example()
+    model, counts = converted(Scores(None), x), []
+    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    with torch.no_grad():
+        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
+        torch._dynamo.reset()
+        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+    assert counts == [5]
+    assert torch.equal(ours, wanted)
+
+
 def test_a_view_that_is_read_later_does_not_leave_a_block():
     class Views(Stream):
         def forward(self, x):

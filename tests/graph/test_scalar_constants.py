@@ -10,7 +10,8 @@ import qframework
 from qframework import numerics
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
-from qframework.graph.scalar_constants import write_out_scalars
+from qframework.graph.attention_patterns import is_assertion
+from qframework.graph.scalar_constants import use_numbers, write_out_scalars
 
 
 class Masked(nn.Module):
@@ -80,3 +81,78 @@ def test_a_mask_of_such_numbers_is_causal():
     ((_, _, _, mask, causal, *_),) = calls
     assert mask is None
     assert causal is True
+
+
+# use_numbers ---------------------------------------------------------------------------------------------------------
+
+
+def with_numbers(model, *inputs):
+    """The graph of a model that Dynamo captured, after ``use_numbers``; results are equal."""
+    found = []
+
+    def backend(gm, example_inputs):
+        expected = gm(*example_inputs)
+        for node in filter(is_assertion, list(gm.graph.nodes)):
+            gm.graph.erase_node(node)
+        use_numbers(gm)
+        gm.graph.lint()
+        gm.recompile()
+        for ours, wanted in zip(gm(*example_inputs), expected, strict=True):
+            assert torch.equal(ours, wanted)
+            assert ours.dtype == wanted.dtype
+        found.append(gm)
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=backend, dynamic=False)(*inputs)
+    return found[0]
+
+
+def calls_of(gm):
+    return [node for node in gm.graph.nodes if node.op.startswith("call")]
+
+
+class Scaled(nn.Module):
+    """Logits divided as in DeBERTa."""
+
+    def forward(self, x):
+        scale = torch.sqrt(torch.tensor(x.shape[-1], dtype=torch.float) * 3)
+        return x / scale.to(dtype=x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("export", [False, True])
+def test_arithmetic_reads_numbers(dtype, export):
+    x = torch.randn(3, 64, dtype=dtype)
+    model = Scaled()
+    if export:
+        model = torch.export.export(model, (x,)).module()
+        write_out_scalars(model)
+        model.recompile()
+    gm = with_numbers(model, x)
+    (divided,) = calls_of(gm)
+    assert divided.args[1] == float((torch.tensor(64.0) * 3).sqrt().to(dtype))
+
+
+class Kept(nn.Module):
+    """What is no arithmetic of a floating-point tensor with a number that nothing writes."""
+
+    def forward(self, x):
+        written = torch.tensor(1.5)
+        written.add_(1)
+        larger = x.half() + torch.ones(1)
+        return x * written, larger, x.long() * torch.tensor(1.5), torch.maximum(x, torch.tensor(0.5)), torch.tensor(2.0)
+
+
+def test_other_tensors_stay():
+    gm = with_numbers(Kept(), torch.randn(3, 64))
+    assert sum(node.target is torch.tensor for node in calls_of(gm)) == 4
+
+
+def test_functions_take_no_number_first():
+    class First(nn.Module):
+        def forward(self, x):
+            return torch.sub(torch.tensor(1.5), x), 1.5 * torch.add(x, torch.tensor(2.5)), torch.tensor(2.5) - x
+
+    gm = with_numbers(First(), torch.randn(3, 64))
+    assert sum(node.target is torch.tensor for node in calls_of(gm)) == 1

@@ -1,0 +1,120 @@
+"""Arithmetic in place gets a result of its own only where nothing else sees the write."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+
+from qframework.graph.out_of_place import write_out_of_place
+from qframework.graph.writes import writes_in_place
+
+
+def rewritten(function, *inputs):
+    """The graph of a function that Dynamo captured, rewritten, and how often it writes in place; results are equal."""
+    found = []
+
+    def backend(gm, example_inputs):
+        copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in example_inputs]
+        expected = gm(*copies)
+        write_out_of_place(gm)
+        gm.graph.lint()
+        gm.recompile()
+        again = [x.clone() if isinstance(x, torch.Tensor) else x for x in example_inputs]
+        for ours, wanted in zip(gm(*again), expected, strict=True):
+            assert torch.equal(ours, wanted)
+            assert ours.dtype == wanted.dtype
+            assert ours.stride() == wanted.stride()
+        assert all(torch.equal(one, other) for one, other in zip(copies, again, strict=True)), "writes to inputs"
+        found.append(gm)
+        return gm.forward
+
+    torch.compile(function, backend=backend, dynamic=False)(*inputs)
+    (gm,) = found
+    return gm, sum(writes_in_place(node) for node in gm.graph.nodes)
+
+
+def chain(x, y):
+    score = x * 2
+    score += y
+    score -= y.cos()
+    score *= 3
+    score /= 2
+    return score
+
+
+def transposed(x, y):
+    score = x @ x
+    score += y.T
+    return score
+
+
+def test_arithmetic_on_a_result_that_nothing_else_reads_gets_a_result_of_its_own():
+    gm, writes = rewritten(chain, torch.randn(4, 4), torch.randn(4, 4))
+    assert writes == 0
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    assert [each for each in targets if each in (operator.add, operator.sub, operator.mul, operator.truediv)] == [
+        operator.mul, operator.add, operator.sub, operator.mul, operator.truediv
+    ]  # fmt: skip
+
+
+def test_an_operand_in_another_order_changes_no_strides():
+    _, writes = rewritten(transposed, torch.randn(4, 4), torch.randn(4, 4))
+    assert writes == 0
+
+
+def to_an_input(x, y):
+    x += y
+    return x * 2
+
+
+def to_what_is_read_again(x, y):
+    score = x * 2
+    other = score.view(-1)
+    score += y
+    return score, other
+
+
+def to_a_view(x, y):
+    score = x * 2
+    row = score[0]
+    row += y[0]
+    return row, score
+
+
+def to_a_narrower_dtype(x, y):
+    score = x.half() * 2
+    score += y
+    return score
+
+
+def to_a_larger_shape(x, y):
+    score = x * 2
+    score += y[0]
+    return score
+
+
+@pytest.mark.parametrize(
+    ("function", "writes"),
+    [
+        (to_an_input, 1),
+        (to_what_is_read_again, 1),
+        (to_a_view, 1),
+        (to_a_narrower_dtype, 1),
+        (to_a_larger_shape, 0),
+    ],
+)
+def test_only_writes_that_nothing_else_sees_are_replaced(function, writes):
+    assert rewritten(function, torch.randn(4, 4), torch.randn(4, 4))[1] == writes
+
+
+def test_operators_of_exports_are_replaced():
+    class Model(torch.nn.Module):
+        def forward(self, x, y):
+            return chain(x, y)
+
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    exported = torch.export.export(Model(), (x, y)).module()
+    assert any(node.target is torch.ops.aten.add_.Tensor for node in exported.graph.nodes)
+    assert rewritten(exported, x, y)[1] == 0
