@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qframework.cli import command
-from qframework.cli.targets import Study, device_and_dtype, load_subject, names
+from qframework.cli.targets import Study, check_choices, device_and_dtype, load_subject, names
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -48,9 +48,11 @@ def sensitivity(
     """
     on, dtype = device_and_dtype(device, dtype)
     study = Study("sensitivity", output or Path(f"{model}_sensitivity.json"), plot, observer, recipe, batches)
+    linears, attentions = names(linear), names(attention)
+    check_choices(linears, attentions)
     subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, on, dtype)
 
     from qframework.tuning.layer_sensitivity import sensitivity as measure
 
-    result = measure(*subject.measured, linear=names(linear), attention=names(attention), **study.arguments(subject))
+    result = measure(*subject.measured, linear=linears, attention=attentions, **study.arguments(subject))
     study.finish(subject, result, as_json)

@@ -282,6 +282,16 @@ def recipe_named(name: str) -> Recipe | None:
     return Recipe.best() if name == "best" else None
 
 
+def check_choices(linear: tuple[str, ...] = (), attention: tuple[str, ...] = ()) -> None:
+    """Raise UnsupportedError for a choice that no layer has, before a model is trained or downloaded."""
+    from qframework.tuning.assignment import Meanings
+
+    for choice in linear:
+        Meanings().linear(choice)
+    for choice in attention:
+        Meanings().attention(choice)
+
+
 def names(listed: str) -> tuple[str, ...]:
     """The parts of ``"static,dynamic"``; none of ``"off"``."""
     return () if listed == "off" else tuple(dict.fromkeys(part.strip() for part in listed.split(",")))

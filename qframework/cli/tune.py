@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qframework.cli import command
-from qframework.cli.targets import Study, device_and_dtype, load_subject, names
+from qframework.cli.targets import Study, check_choices, device_and_dtype, load_subject, names
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -51,6 +51,8 @@ def tune(
     """
     on, dtype = device_and_dtype(device, dtype)
     study = Study("tune", output or Path(f"{model}_tuned.json"), plot, observer, recipe, batches)
+    chosen = None if variants is None else names(variants)
+    check_choices(attention=chosen or ())
     subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, on, dtype)
 
     from qframework.tuning.mixed_precision import tune as search
@@ -58,7 +60,7 @@ def tune(
     result = search(
         *subject.measured,
         max_drop=max_drop,
-        variants=None if variants is None else names(variants),
+        variants=chosen,
         compiled=not eager,
         **study.arguments(subject, eager=eager),
     )

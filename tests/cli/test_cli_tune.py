@@ -112,6 +112,22 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sensitivity", "--linear", "static,int4"),
+        ("sensitivity", "--attention", "sage9"),
+        ("tune", "--variants", "sage9"),
+    ],
+)
+def test_choices_are_checked_before_a_model_is_trained(arguments: tuple[str, ...]) -> None:
+    command, *options = arguments
+    result = run(command, "digits", *options, "--checkpoint", "none.pt")
+    assert result.exit_code == 2, result.output
+    assert "none.pt" not in result.stderr
+    assert options[-1].rpartition(",")[2] in result.stderr
+
+
 @pytest.mark.parametrize("command", ["sensitivity", "tune"])
 def test_missing_matplotlib_is_reported_before_anything_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
