@@ -37,7 +37,13 @@ from qframework import numerics
 from qframework.backend.keep_quantize import has_many_rows, is_computed_twice, is_written_by_int8_linear
 from qframework.backend.linear_gain import reason_of_few_rows
 from qframework.backend.lowering import Lowering, ScaleConstants
-from qframework.backend.quantized_linear import Quantized, find_epilogue, insert_int8_linear, reason_against_operands
+from qframework.backend.quantized_linear import (
+    NO_PARAMETER,
+    Quantized,
+    find_epilogue,
+    insert_int8_linear,
+    reason_against_operands,
+)
 from qframework.backend.report import LayerReport
 from qframework.compat.dynamo import guard_identity, record_value
 from qframework.graph.nodes import (
@@ -136,7 +142,7 @@ def _parameter(weight: Node) -> tuple[Node, Callable[[Tensor], Tensor]]:
 
 def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str | None:
     if weight is None:
-        return "its weight must be a parameter of a module, got one that is computed in the graph or passed in"
+        return NO_PARAMETER
     if weight.ndim != 2:
         return f"its weight must have shape (output features, input features), got {tuple(weight.shape)}"
     for role, operand in (("weight", call.weight), ("input", call.input), ("output", node)):

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from qframework.backend.lowering import Lowering
 from qframework.backend.quantized_linear import (
+    NO_PARAMETER,
     CannotLower,
     Quantized,
     find_epilogue,
@@ -49,6 +50,8 @@ def lower_linear(lowering: Lowering) -> None:
         if a is None or b is None:
             small = why_too_small(call.input, call.weight, False)
             reason = calibration_notes(node) or small or _reason_for_float(a, b, quantized_elsewhere)
+            if quantized_elsewhere and a is b and lowering.constants.value(call.weight) is None:
+                reason = NO_PARAMETER
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)

@@ -27,6 +27,8 @@ from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX
 
+NO_PARAMETER = "its weight must be a parameter of a module, got one that is computed in the graph or passed in"
+
 _CONTIGUOUS = "qframework_may_be_contiguous"  # in a node's meta
 
 _decomposed = torch.ops.quantized_decomposed

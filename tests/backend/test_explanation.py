@@ -82,6 +82,20 @@ def test_reasons_name_the_remedy():
     assert skipped.reason.startswith("not quantized: a rule, skip=, filter_fn or a recipe left it in float")
 
 
+def test_a_computed_weight_is_the_reason():
+    class Scaled(Block):
+        def forward(self, x):
+            return (
+                super().forward(x)
+                + torch.nn.functional.linear(x, self.fc2.weight.t() * self.fc2.weight.mean())[..., :32]
+            )
+
+    x = example()
+    *_, scaled = qframework.explain(converted(Scaled(), x), x).layers
+    assert not scaled.lowered
+    assert scaled.reason.startswith("its weight must be a parameter of a module")
+
+
 def test_keyword_inputs():
     assert qframework.explain(Block().eval(), {"x": example()}).total == 2
 
