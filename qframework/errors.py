@@ -40,6 +40,11 @@ def export_error(what: str, error: Exception, dynamic_shapes: object, advice: st
     if unknown:
         text = f"a model that returns a {unknown[1]}"
         todo = "Make it return tensors only: for a cache of transformers, set model.config.use_cache = False"
+    elif "data-dependent" in str(error):
+        line = re.search(r'raised this error:\s+File "([^<"]+", line \d+, in \w+)', str(error))
+        where = f' in "{line[1]}' if line else ""
+        text = f"a model whose code depends on the values of its tensors{where}: {first_line(error)}"
+        todo = ""
     else:
         text = f"the model with these example_inputs and dynamic_shapes: {first_line(error)}"
         todo = "" if dynamic_shapes is None else "Pass dynamic_shapes=None for fixed shapes"

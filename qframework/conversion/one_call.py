@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -19,10 +20,13 @@ from qframework.conversion.in_place import fallbacks
 from qframework.conversion.quantized_model import QuantizedModel
 from qframework.errors import CalibrationError, UnsupportedError
 from qframework.graph.export_program import export_program
+from qframework.graph.shapes import same
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
 from qframework.quantizer.quantizer import module_names
 from qframework.quantizer.rules import Config
 from qframework.training.roles import check_not_converted
+
+logger = logging.getLogger(__name__)
 
 PRESETS = {"static_int8": static_int8, "dynamic_int8": dynamic_int8}
 RECIPES = {"best": Recipe.best}
@@ -86,6 +90,8 @@ def quantize(
     args, kwargs = pytree.tree_map_only(Tensor, _dense, as_call(example_inputs))
     shapes = _shapes(args, kwargs, dynamic_shapes)
     exported = _exported(model, args, kwargs, shapes)
+    if dynamic_shapes == "batch":
+        _note_fixed(exported, _tensors(args, kwargs)[0].shape[0])
     skip = tuple(skip)
     _leave_in_float(quantizer, exported, skip, config)
     converted = quantize_exported(
@@ -143,6 +149,11 @@ def _is_quantized(converted: fx.GraphModule) -> bool:
     )
 
 
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The inputs that have a first dimension, in order."""
+    return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
+
+
 def _dense(x: Tensor) -> Tensor:
     """``x``, or a copy if it is a slice of another tensor: an exported model would take no tensor of other strides."""
     return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.contiguous()
@@ -156,7 +167,7 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) 
         raise UnsupportedError(
             f"quantize: dynamic_shapes must be 'batch', None or as in torch.export.export, got {dynamic_shapes!r}"
         )
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
+    tensors = _tensors(args, kwargs)
     size = tensors[0].shape[0] if tensors else 0
     if size < 2:
         raise UnsupportedError(
@@ -173,6 +184,19 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) 
     positional = pytree.tree_map(of, args)
     named = {name: pytree.tree_map(of, value) for name, value in kwargs.items()}
     return named if kwargs and not args else positional
+
+
+def _note_fixed(exported: fx.GraphModule, size: int) -> None:
+    """Log the inputs of the batch's size whose first dimension the model does not let vary."""
+    for node in exported.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.ndim and same(value.shape[0], size):
+            logger.warning(
+                "qframework: quantize: the first dimension of input %r is fixed to %d: the model does not let it vary "
+                "with the batch",
+                node.name,
+                size,
+            )
 
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> fx.GraphModule:

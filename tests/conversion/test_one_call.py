@@ -60,10 +60,13 @@ class TokenBias(MLP):
         return super().forward((x @ x.mT + mask).softmax(-1) @ x)
 
 
-def test_as_many_tokens_as_sequences(tmp_path) -> None:
+def test_as_many_tokens_as_sequences(tmp_path, caplog) -> None:
     """The first dimension of the mask has the size of the batch by chance."""
     model, x, mask = TokenBias().eval(), torch.randn(5, 5, 16), torch.randn(5, 5)
-    quantized = quantize(model, (x, mask), static_int8(), [(x, mask)])
+    with caplog.at_level("WARNING"):
+        quantized = quantize(model, (x, mask), static_int8(), [(x, mask)])
+    assert "first dimension of input 'mask' is fixed to 5" in caplog.text
+    assert "input 'x'" not in caplog.text
     quantized.save(tmp_path / "masked.pt2")
     loaded = qframework.load(tmp_path / "masked.pt2")
     other = torch.randn(7, 5, 16)
@@ -295,6 +298,22 @@ def test_a_model_that_cannot_be_exported() -> None:
 
     with pytest.raises(QFrameworkError, match=r"torch.export cannot capture the model .* dynamic_shapes=None"):
         quantize(Fixed().eval(), torch.randn(4, 16), dynamic_int8())
+
+
+def test_a_model_that_depends_on_values() -> None:
+    """Fixed shapes would not help, so the error does not advise them."""
+
+    class Branches(MLP):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    message = (
+        r"a model whose code depends on the values of its tensors in \".*test_one_call.py\", line \d+, in forward: "
+    )
+    with pytest.raises(QFrameworkError, match=message) as raised:
+        quantize(Branches().eval(), torch.randn(4, 16), dynamic_int8())
+    assert "dynamic_shapes" not in str(raised.value)
+    assert "quantize_ needs no export" in str(raised.value)
 
 
 def test_a_failed_export_leaves_the_inputs_unmarked() -> None:
