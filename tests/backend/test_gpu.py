@@ -6,9 +6,11 @@ import pytest
 import torch
 from lowered_models import Block, converted, example
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import qframework
 from qframework import numerics
+from qframework.backend import linear_gain, merge_linears
 from qframework.compat import call_sites
 from qframework.kernels.quantize import dynamic_quantize
 from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
@@ -106,6 +108,41 @@ def with_cuda_graphs(model, options):
     if options is None:
         return torch.compile(model, backend="qframework", mode="reduce-overhead")
     return torch.compile(model, backend="qframework", options={**options, "triton.cudagraphs": True})
+
+
+class Projections(nn.Module):
+    """Attention with separate projections, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        return scaled_dot_product_attention(
+            *(part(x).unflatten(-1, (2, 32)).transpose(1, 2) for part in self.children())
+        )
+
+
+def test_cuda_graphs_of_merged_projections_see_writes(monkeypatch):
+    merged, merge = [], merge_linears._merge
+    monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(
+        merge_linears, "_merge", lambda nodes, *others: (merged.append(len(nodes)), merge(nodes, *others))
+    )
+    x = example(64).cuda().half()
+    model = converted(Projections().cuda().half(), x)
+    graphed = torch.compile(model, backend="qframework", mode="reduce-overhead")
+    for _ in range(3):  # warm up, capture, replay
+        before = graphed(x).clone()
+    assert merged == [3]
+    for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
+        if name.endswith(("_frozen_param2", "v_weight_scale_0", "v.bias")):
+            tensor.copy_(tensor.flip(0) * 2 if tensor.is_floating_point() else tensor.flip(0))
+            after = graphed(x).clone()
+            assert numerics.sqnr_db(before, after) < 20, name
+            assert numerics.sqnr_db(model(x), after) > 40, name
+            before, merged = after, [*merged, name]
+    assert len(merged) == 1 + 3
 
 
 @pytest.mark.parametrize("source", ["converted static", "converted dynamic", "float"])
