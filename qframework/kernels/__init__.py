@@ -10,6 +10,7 @@ import qframework.kernels.attention.backward
 import qframework.kernels.attention.int8_gradient
 import qframework.kernels.attention.masked_attention
 import qframework.kernels.attention.pipeline
+import qframework.kernels.depthwise
 import qframework.kernels.hadamard
 import qframework.kernels.norm
 import qframework.kernels.packaged

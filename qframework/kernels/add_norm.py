@@ -22,7 +22,6 @@ from qframework.kernels.norm import (
     NormDynamicQuantizeArguments,
     NormQuantizeArguments,
     check_norm,
-    check_one_scale,
     check_residual,
     norm_dynamic_quantize_ref,
     norm_quantize_ref,
@@ -30,7 +29,7 @@ from qframework.kernels.norm import (
     run_norm,
     warm_up_norm,
 )
-from qframework.kernels.runtime.checks import check_positive_scale
+from qframework.kernels.runtime.checks import check_one_scale, check_positive_scale
 from qframework.kernels.runtime.operator import declare
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError, either
+from qframework.kernels.runtime.activation import ACTIVATIONS
 from qframework.kernels.runtime.checks import (
     check_dtype,
     check_out_dtype,
@@ -17,9 +18,6 @@ from qframework.kernels.runtime.checks import (
     row_scale,
 )
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS
-
-Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu"]
-ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
 def is_per_channel(out_scale: Tensor, n: int) -> bool:

@@ -7,6 +7,7 @@ from qframework.kernels.runtime.activation import (
     INVERSE_ROOT,
     TANH_A,
     TANH_B,
+    activate,
     of_erf,
     saturated_fma,
     saturated_product,
@@ -142,7 +143,7 @@ def finish(
     if _is_by_tanh(ACTIVATION, HAS_RESIDUAL, OUT_SCALE):
         out = _activate_to_int8(y, column_inverse, zero_point, ACTIVATION, ZERO_POINT)
     else:
-        y = _activate(y, ACTIVATION, EXACT=out_dtype == tl.float32)
+        y = activate(y, ACTIVATION, EXACT=out_dtype == tl.float32)
         if HAS_RESIDUAL:
             y += residual.to(tl.float32)
         if OUT_SCALE == "none":
@@ -183,33 +184,3 @@ def _activate_to_int8(x, inverse, zero_point, ACTIVATION: tl.constexpr, ZERO_POI
     # Unlike rounding.integers without a guard against ptxas, which would cost a twelfth: here bytes are stored in pairs
     # or to global memory, which compile tests check.
     return (y * 254.0 + (12582912.0 - 127.0)).to(tl.int32, bitcast=True).to(tl.int8)
-
-
-@triton.jit
-def _activate(y, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """The activation; EXACT to float32 accuracy, else accurate enough for 16-bit and INT8 results."""
-    if ACTIVATION == "gelu":
-        y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476)) if EXACT else fast_gelu(y)
-    elif ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) = sigmoid(2 u)
-        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
-    elif ACTIVATION == "relu":
-        y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    elif ACTIVATION == "silu":
-        y = y * tl.sigmoid(y)
-    return y
-
-
-@triton.jit
-def fast_gelu(x):
-    """``x Phi(x)`` as ``max(x, 0) - |x| 2^q(|x|)``, with a polynomial q for the smooth logarithm of erfc.
-
-    The error is below 1e-6, and below 1e-5 of the result where |x| < 1. The coefficients are a minimax fit on [0, 6]
-    with q(0) = -1; above 6, 2^q decreases.
-    """
-    t = tl.minimum(tl.abs(x), 16.0, propagate_nan=tl.PropagateNan.ALL)  # infinity times 0 would be NaN
-    q = -0.00048810212 * t + 0.0071987184
-    q = q * t - 0.052146632
-    q = q * t - 0.45959583
-    q = q * t - 1.1510005
-    q = q * t - 1.0
-    return tl.maximum(x, 0.0) - t * tl.exp2(q)

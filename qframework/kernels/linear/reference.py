@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from qframework import numerics
 from qframework.kernels.linear.arguments import Int8LinearArguments
-
-
-def apply_activation(y: Tensor, activation: str) -> Tensor:
-    """The named activation in torch: ``gelu`` is the erf form, ``gelu_tanh`` the tanh approximation."""
-    if activation == "none":
-        return y
-    if activation == "gelu":
-        return F.gelu(y)
-    if activation == "gelu_tanh":
-        return F.gelu(y, approximate="tanh")
-    return F.relu(y) if activation == "relu" else F.silu(y)
+from qframework.kernels.runtime.activation import apply_activation
 
 
 def int8_linear_ref(x: Int8LinearArguments) -> Tensor:

@@ -92,6 +92,14 @@ def check_positive_scale(operator: str, argument: str, scale: Tensor, signed: bo
         raise QFrameworkError(f"{operator}: {argument} must be positive (at least {MIN_SCALE:.3g}), got {worst}")
 
 
+def check_one_scale(operator: str, x: Tensor, scale: Tensor) -> None:
+    """Raise QFrameworkError unless ``scale`` is one fp32 number on the device of x."""
+    check_same_device(operator, x, scale=scale)
+    check_dtype(operator, "scale", scale, (torch.float32,))
+    if scale.numel() != 1:
+        raise QFrameworkError(f"{operator}: scale must have one element, got the shape {tuple(scale.shape)}")
+
+
 def rows_of(x: Tensor) -> Tensor:
     """View ``(..., C)`` as ``(rows, C)`` with a contiguous last dimension, copying only where no view exists."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

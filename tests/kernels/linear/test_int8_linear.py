@@ -25,7 +25,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import int8_linear, zero_point_bias
 from qframework.kernels.linear import launch as int8_linear_launch
 from qframework.kernels.linear import tiles as int8_linear_tiles
-from qframework.kernels.linear.arguments import ACTIVATIONS, Int8LinearArguments
+from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.linear.reference import int8_linear_ref
 from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile

@@ -1,0 +1,179 @@
+"""Depthwise convolutions of hybrid transformers: Inductor's kernels, and qframework::depthwise in several tiles.
+
+Each shape runs with the activation of its model, in float and with a scale per pixel behind it. Every form is compared
+with float64 first. Inputs are outside of the L2 cache, calls in CUDA graphs; microseconds are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.machine import describe_machine
+from qframework import numerics
+from qframework.files import write_json
+from qframework.kernels import depthwise as ours
+from qframework.kernels.runtime.activation import apply_activation
+from qframework.outputs import output_file
+from qframework.tuning.kernel_tiles import graph_microseconds
+
+_CACHE = 200e6  # bytes of inputs beyond which none is in the L2 cache
+_TOLERANCE = {False: 2e-3, True: 0.02}  # relative, of float16 results and of INT8 ones
+
+
+class Shape(NamedTuple):
+    """Images, and the convolution that reads them."""
+
+    n: int
+    size: int
+    channels: int
+    taps: int
+    activation: str
+
+
+SHAPES = (
+    *(Shape(64, size, channels, 3, "gelu") for size, channels in ((56, 512), (28, 1024), (14, 1280), (7, 2048))),
+    *(Shape(16, size, channels, 3, "gelu") for size, channels in ((128, 256), (64, 512), (32, 1280))),
+    *(Shape(128, size, channels, 7, "none") for size, channels in ((56, 128), (28, 256), (14, 512), (7, 1024))),
+    *(Shape(32, size, channels, 7, "none") for size, channels in ((56, 256), (28, 512))),
+    *(Shape(64, 28, 192, taps, "gelu") for taps in (3, 5, 7, 9)),
+    Shape(64, 14, 384, 3, "none"),
+    *(Shape(1, size, channels, 3, "gelu") for size, channels in ((56, 512), (14, 1280))),
+    *(Shape(1, size, channels, 7, "none") for size, channels in ((56, 128), (14, 512))),
+)
+SMOKE = (Shape(1, 6, 40, 3, "gelu"),)
+
+
+class Case(NamedTuple):
+    """Inputs of different values, and the parameters."""
+
+    shape: Shape
+    inputs: list[Tensor]  # (N, H, W, C)
+    weight: Tensor  # (C, 1, K, K)
+    bias: Tensor
+
+    @property
+    def taps(self) -> Tensor:
+        """``(K, K, C)``."""
+        return self.weight[:, 0].permute(1, 2, 0).contiguous()
+
+
+def draw(shape: Shape, device: torch.device) -> Case:
+    """Normal values in float16."""
+    generator = torch.Generator(device).manual_seed(0)
+    normal = functools.partial(torch.randn, generator=generator, device=device, dtype=torch.float16)
+    sizes = (shape.n, shape.size, shape.size, shape.channels)
+    copies = min(int(_CACHE / (2 * shape.n * shape.size**2 * shape.channels)) + 1, 20)
+    weight = normal(shape.channels, 1, shape.taps, shape.taps) / shape.taps
+    return Case(shape, [normal(*sizes) for _ in range(copies)], weight, normal(shape.channels))
+
+
+def by_torch(case: Case, x: Tensor, quantizes: bool, dtype: torch.dtype | None = None) -> Any:
+    """The same in torch, in the dtype of x unless another is given."""
+    weight, bias = (each if dtype is None else each.to(dtype) for each in (case.weight, case.bias))
+    x = x if dtype is None else x.to(dtype)
+    y = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, padding=case.shape.taps // 2, groups=case.shape.channels)
+    y = apply_activation(y, case.shape.activation).permute(0, 2, 3, 1)
+    if not quantizes:
+        return y
+    scale = numerics.dynamic_scale(y.float(), "per_token")
+    return numerics.quantize(y.float(), scale), scale
+
+
+def error(case: Case, result: Any, quantizes: bool) -> float:
+    """The relative error of the first input's result."""
+    exact = by_torch(case, case.inputs[0][:2], False, torch.float64)
+    found = result[0][:2].double() * result[1][:2].double() if quantizes else result[:2].double()
+    return float((found - exact).norm() / exact.norm())
+
+
+def forms(case: Case, quantizes: bool, compiles: bool) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+    """Inductor's kernels, ours, and ours with other tiles."""
+    if compiles:
+        yield "inductor", torch.compile(lambda x: by_torch(case, x, quantizes), dynamic=False)
+    run = ours.DEPTHWISE_DYNAMIC_QUANTIZE.cuda if quantizes else ours.DEPTHWISE.cuda
+    taps = case.taps
+
+    def call(x: Tensor) -> Any:
+        return run(x, taps, case.bias, case.shape.activation)
+
+    yield "ours", call
+    default = ours.tile
+    for name, change in _TILES.items():
+        ours.tile = functools.partial(_changed, default, change, quantizes)
+        try:
+            yield name, call
+        finally:
+            ours.tile = default
+
+
+_TILES: dict[str, Callable[[int, int, int], tuple[int, int, int]]] = {
+    "half as many rows": lambda rows, w, c: (max(-(-rows // 2), 1), w, c),
+    "twice as many rows": lambda rows, w, c: (2 * rows, w, c),
+    "half as many columns": lambda rows, w, c: (rows, max(w // 2, 1), c),
+    "twice as many columns": lambda rows, w, c: (rows, 2 * w, c),
+    "half as many channels": lambda rows, w, c: (rows, w, max(c // 2, 32)),
+    "twice as many channels": lambda rows, w, c: (rows, w, 2 * c),
+    "two warps": lambda rows, w, c: (rows, w, c),
+}
+
+
+def _changed(
+    default: Callable[..., Any], change: Callable[..., Any], whole: bool, *arguments: Any
+) -> tuple[int, int, int, int]:
+    rows, w, c, warps = default(*arguments)
+    new = change(rows, w, c)
+    if whole:
+        new = (*new[:2], c)
+    return (*new, 2 * warps if new == (rows, w, c) else warps)
+
+
+@torch.no_grad()
+def measure(shape: Shape, quantizes: bool, device: torch.device, compiles: bool = True) -> dict[str, Any]:
+    """Microseconds and errors of all forms of a shape."""
+    case = draw(shape, device)
+    times, errors = {}, {}
+    for name, run in forms(case, quantizes, compiles):
+        errors[name] = round(error(case, run(case.inputs[0]), quantizes), 5)
+        if not errors[name] <= _TOLERANCE[quantizes]:
+            continue
+        times[name] = round(graph_microseconds([functools.partial(run, x) for x in case.inputs]), 2) if compiles else 0
+    torch._dynamo.reset()
+    return {**shape._asdict(), "quantizes": quantizes, "us": times, "errors": errors}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on the GPU; returns the exit status."""
+    parser = argparse.ArgumentParser("benchmarks.depthwise", description=__doc__)
+    parser.add_argument("--output", type=output_file, help="JSON file")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which no other shape begins")
+    parser.add_argument("--smoke", action="store_true", help="one tiny shape, without a GPU in Triton's interpreter")
+    arguments = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not arguments.smoke:
+        parser.error("needs a GPU; --smoke does not")
+    results = {"what": str(__doc__).strip(), "machine": describe_machine(str(device)), "records": []}
+    deadline = time.monotonic() + arguments.limit
+    for quantizes in (False, True):
+        for shape in SMOKE if arguments.smoke else SHAPES:
+            if time.monotonic() > deadline:
+                print(f"not measured: {shape}, quantized: {quantizes}")
+                continue
+            record = measure(shape, quantizes, device, compiles=not arguments.smoke)
+            print(*shape, "int8" if quantizes else "float", record["us"], record["errors"]["ours"], flush=True)
+            results["records"].append(record)
+            if arguments.output:
+                write_json(arguments.output, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
