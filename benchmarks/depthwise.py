@@ -1,6 +1,6 @@
 """Depthwise convolutions of hybrid transformers: Inductor's kernels, and qframework::depthwise in several tiles.
 
-Each shape runs with the activation of its model, in float and with a scale per pixel behind it. Every form is compared
+Each shape runs with the activation of its model, in float and with one scale for its result. Every form is compared
 with float64 first. Inputs are outside of the L2 cache, calls in CUDA graphs; microseconds are medians.
 """
 
@@ -26,7 +26,8 @@ from qframework.outputs import output_file
 from qframework.tuning.kernel_tiles import graph_microseconds
 
 _CACHE = 200e6  # bytes of inputs beyond which none is in the L2 cache
-_TOLERANCE = {False: 2e-3, True: 0.02}  # relative, of float16 results and of INT8 ones
+_SCALE = 0.03  # of INT8 results; values beyond 3.8 saturate
+_TOLERANCE = {False: 2e-3, True: 0.05}  # relative, of float16 results and of INT8 ones
 
 
 class Shape(NamedTuple):
@@ -84,14 +85,15 @@ def by_torch(case: Case, x: Tensor, quantizes: bool, dtype: torch.dtype | None =
     y = apply_activation(y, case.shape.activation).permute(0, 2, 3, 1)
     if not quantizes:
         return y
-    scale = numerics.dynamic_scale(y.float(), "per_token")
-    return numerics.quantize(y.float(), scale), scale
+    return numerics.quantize(y.float(), torch.tensor(_SCALE))
 
 
 def error(case: Case, result: Any, quantizes: bool) -> float:
     """The relative error of the first input's result."""
     exact = by_torch(case, case.inputs[0][:2], False, torch.float64)
-    found = result[0][:2].double() * result[1][:2].double() if quantizes else result[:2].double()
+    found = result[:2].double()
+    if quantizes:
+        exact, found = exact.clamp(-127 * _SCALE, 127 * _SCALE), found * _SCALE
     return float((found - exact).norm() / exact.norm())
 
 
@@ -99,41 +101,26 @@ def forms(case: Case, quantizes: bool, compiles: bool) -> Iterator[tuple[str, Ca
     """Inductor's kernels, ours, and ours with other tiles."""
     if compiles:
         yield "inductor", torch.compile(lambda x: by_torch(case, x, quantizes), dynamic=False)
-    run = ours.DEPTHWISE_DYNAMIC_QUANTIZE.cuda if quantizes else ours.DEPTHWISE.cuda
-    taps = case.taps
+    taps, scale = case.taps.float(), torch.full((1,), _SCALE, device=case.weight.device)
 
     def call(x: Tensor) -> Any:
-        return run(x, taps, case.bias, case.shape.activation)
+        operands = (x, taps, case.bias, case.shape.activation)
+        return ours.DEPTHWISE_QUANTIZE.cuda(*operands, scale) if quantizes else ours.DEPTHWISE.cuda(*operands)
 
     yield "ours", call
     default = ours.tile
-    for name, change in _TILES.items():
-        ours.tile = functools.partial(_changed, default, change, quantizes)
+    for name, factor in (("half as many rows", 0.5), ("twice as many rows", 2)):
+        ours.tile = functools.partial(_longer, default, factor)
         try:
             yield name, call
         finally:
             ours.tile = default
 
 
-_TILES: dict[str, Callable[[int, int, int], tuple[int, int, int]]] = {
-    "half as many rows": lambda rows, w, c: (max(-(-rows // 2), 1), w, c),
-    "twice as many rows": lambda rows, w, c: (2 * rows, w, c),
-    "half as many columns": lambda rows, w, c: (rows, max(w // 2, 1), c),
-    "twice as many columns": lambda rows, w, c: (rows, 2 * w, c),
-    "half as many channels": lambda rows, w, c: (rows, w, max(c // 2, 32)),
-    "twice as many channels": lambda rows, w, c: (rows, w, 2 * c),
-    "two warps": lambda rows, w, c: (rows, w, c),
-}
-
-
-def _changed(
-    default: Callable[..., Any], change: Callable[..., Any], whole: bool, *arguments: Any
-) -> tuple[int, int, int, int]:
-    rows, w, c, warps = default(*arguments)
-    new = change(rows, w, c)
-    if whole:
-        new = (*new[:2], c)
-    return (*new, 2 * warps if new == (rows, w, c) else warps)
+def _longer(tile: Callable[..., tuple[int, int, int]], factor: float, *arguments: int) -> tuple[int, int, int]:
+    """A tile with strips so many times as long."""
+    rows, *others = tile(*arguments)
+    return max(round(factor * rows), 1), others[0], others[1]
 
 
 @torch.no_grad()
@@ -160,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.smoke:
         parser.error("needs a GPU; --smoke does not")
-    results = {"what": str(__doc__).strip(), "machine": describe_machine(str(device)), "records": []}
+    records: list[dict[str, Any]] = []
+    results = {"what": str(__doc__).strip(), "machine": describe_machine(device.type), "records": records}
     deadline = time.monotonic() + arguments.limit
     for quantizes in (False, True):
         for shape in SMOKE if arguments.smoke else SHAPES:
@@ -169,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             record = measure(shape, quantizes, device, compiles=not arguments.smoke)
             print(*shape, "int8" if quantizes else "float", record["us"], record["errors"]["ours"], flush=True)
-            results["records"].append(record)
+            records.append(record)
             if arguments.output:
                 write_json(arguments.output, results)
     return 0

@@ -21,7 +21,10 @@ ROOMS = (
 )
 COLUMN = 28  # where descriptions begin
 ROOMS_OF = {
-    "kernels": ("runtime", "quantize", "hadamard", "norm", "add_norm", "linear", "attention", "blocks", "packaged")
+    "kernels": (
+        *("runtime", "quantize", "hadamard", "norm", "add_norm", "depthwise"),
+        *("linear", "attention", "blocks", "packaged"),
+    )
 }
 
 

@@ -8,7 +8,9 @@ whole models at batch 1 (``other/2026-11-27-h100-batch-1.json``):
 - a norm, or operations on rows that Inductor keeps in registers, quantize their result in the same kernel;
 - what no kernel of Inductor computes, such as attention or another INT8 layer, needs a kernel of its own;
 - longer rows of operations are computed twice;
-- a norm or operations on rearranged channels, as behind a convolution, become up to five kernels instead of one.
+- a norm or operations on rearranged channels, as behind a convolution, become up to five kernels instead of one;
+- a convolution with a kernel of our own (lower_depthwise.py) writes floats, since a scale for each pixel costs it more
+  than it saves. Its rows are many, and traffic with memory decides.
 
 Layers that read the same quantized tensor take less time as one product (merge_linears.py). Of 48 measured triples of
 equal layers, all saved time, 16 to 68 percent of it, and the estimates of that share are -10 to +22 percentage points
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qframework.backend import keep_quantize
+from qframework.backend.lower_depthwise import has_own_kernel
 from qframework.backend.quantized_linear import find_epilogue
 from qframework.graph.nodes import LinearCall, fake_value, linear_call, operation
 from qframework.graph.norms import norm_call
@@ -87,8 +90,7 @@ def _gain(linear: Node, call: LinearCall, frozen: bool) -> LinearGain | None:
     if x is None or processors is None or x.dtype.itemsize != 2:
         return None
     rows, inputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(x.shape[-1])
-    most = _MOST_ROWS if _of_rearranged_channels(call.input) else keep_quantize.MANY_ROWS
-    if not 0 < rows < most or not inputs:
+    if not 0 < rows < _most_rows(call.input) or not inputs:
         return None
     in_float = in_int8 = 0.0
     joined = 0  # outputs of layers that are one product (merge_linears.py)
@@ -145,28 +147,41 @@ def _is_quantized(x: Node) -> bool:
     return any(user.target is torch.ops.qframework.dynamic_quantize.default for user in x.users)
 
 
+def _most_rows(x: Node) -> float:
+    """From how many rows on nothing was measured."""
+    convolution = _convolution_behind(x)
+    if convolution is None:
+        return keep_quantize.MANY_ROWS
+    return math.inf if has_own_kernel(convolution) else _MOST_ROWS
+
+
 def _input_us(x: Node, rows: int, channels: int) -> float:
     """What quantizing ``x (rows, channels)`` takes beside what is computed anyway."""
-    if _of_rearranged_channels(x):
-        return _OF_CHANNELS
+    if (convolution := _convolution_behind(x)) is not None:
+        return _alone_us(rows, channels) if has_own_kernel(convolution) else _OF_CHANNELS
     x = _behind(x, _VIEWS)
     if norm_call(x) is not None:
         return _WITH_A_NORM + _NORM_OF_A_ROW * rows
     if operation(x) in _OPERATIONS:
         return _WITH_OPERATIONS if channels <= _LONGEST else _TWICE if rows > MAX_FEW_ROWS else _TWICE_FEW
+    return _alone_us(rows, channels)
+
+
+def _alone_us(rows: int, channels: int) -> float:
+    """What a quantization takes in a kernel of its own."""
     return _ALONE + 3 * rows * channels / _ALONE_BYTES
 
 
-def _of_rearranged_channels(x: Node) -> bool:
-    """Whether a norm or operations compute ``x`` from the result of a convolution, and of no other large tensor."""
+def _convolution_behind(x: Node) -> Node | None:
+    """The convolution from whose result a norm or operations compute ``x``, and from no other large tensor."""
     x = _behind(x, _VIEWS)
     norm = norm_call(x)
     if norm is None and operation(x) not in _OPERATIONS:
-        return False
+        return None
     x = x if norm is None else norm.input
     while operation(x) in _ELEMENTWISE and isinstance(x.args[0], Node) and not _joins(x):
         x = x.args[0]
-    return operation(x) in _CONVOLUTIONS
+    return x if operation(x) in _CONVOLUTIONS else None
 
 
 def _joins(node: Node) -> bool:

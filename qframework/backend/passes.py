@@ -18,6 +18,7 @@ from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lower_add_norm import lower_add_norm
 from qframework.backend.lower_attention import lower_attention
+from qframework.backend.lower_depthwise import lower_depthwise
 from qframework.backend.lower_linear import lower_linear
 from qframework.backend.lower_norm import lower_norm
 from qframework.backend.lower_quantize import lower_quantize
@@ -120,6 +121,7 @@ LOWERING: tuple[Pass, ...] = (
     merge_linears,  # after the quantizations of their input are one, and after biases are known
     group_weights,
     fuse_hadamard,
+    lower_depthwise,
     lower_add_norm,
     lower_norm,
     keep_dynamic_quantize,

@@ -4,14 +4,15 @@ Formula for a pixel (h, w) and a channel c of an image, with K x K taps, stride 
 
     v = sum over i, j of x[h + i - K // 2, w + j - K // 2, c] * weight[i, j, c] + bias[c]        y = activation(v)
 
-``depthwise`` returns ``y`` in the dtype of x. The others return::
+``depthwise`` returns ``y`` in the dtype of x, ``depthwise_quantize``::
 
-    q = clamp(round_half_even(y * (1 / scale)), -127, 127)        scale given, or max|y| / 127 of the pixel
+    q = clamp(round_half_even(y * (1 / scale)), -127, 127)
 
 All of it is float32. Layout: ``x (N, H, W, C)``, as tokens of an image lie in memory, and ``weight (K, K, C)``. A
 program goes down the image with a strip of columns: it reads each row of pixels once, adds its products to the K rows
-of results that need it, which are in registers, and finishes one of them. References: ``depthwise_ref``,
-``depthwise_quantize_ref`` and ``depthwise_dynamic_quantize_ref``.
+of results that need it, which are in registers, and finishes one of them. References: ``depthwise_ref`` and
+``depthwise_quantize_ref``. A scale for each pixel was tried: the kernel that keeps all channels of a pixel takes more
+time than an INT8 product behind it saves (docs/experiments.md, "Depthwise convolutions on Hopper").
 """
 
 from __future__ import annotations
@@ -37,18 +38,17 @@ from qframework.kernels.runtime.chip import capability_of, check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.kernels.runtime.rounding import integers, round_to_int8, token_scale
+from qframework.kernels.runtime.rounding import round_to_int8
 from qframework.kernels.runtime.triton import tl, triton
-from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
+from qframework.numerics import FLOAT_DTYPES
 
 TAPS = (3, 5, 7, 9)
 """Widths of windows. Results of more rows would not fit into registers."""
-MAX_CHANNELS = 4096
-"""Longer rows of pixels with a scale each do not fit into the registers of a program."""
+_PROGRAMS = 12  # that a multiprocessor has registers for
 
 
 class DepthwiseArguments(NamedTuple):
-    """The arguments of ``qframework::depthwise`` and ``depthwise_dynamic_quantize``."""
+    """The arguments of ``qframework::depthwise``."""
 
     x: Tensor
     weight: Tensor
@@ -58,11 +58,6 @@ class DepthwiseArguments(NamedTuple):
     def empty_result(self) -> Tensor:
         """Uninitialized values of the dtype of x, contiguous."""
         return self.x.new_empty(self.x.shape)
-
-    def empty_quantized(self) -> tuple[Tensor, Tensor]:
-        """Uninitialized int8 values and scale of each pixel, contiguous."""
-        x = self.x
-        return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
     def check(self) -> None:
         """Raise QFrameworkError for dtype, shape, device or activation."""
@@ -109,10 +104,8 @@ def check_depthwise(operator: str, arguments: Operands) -> None:
     check_dtype(operator, "weight", weight, FLOAT_DTYPES)
     if arguments.activation not in ACTIVATIONS:
         raise UnsupportedError(f"{operator}: activation must be {either(ACTIVATIONS)}, got {arguments.activation!r}")
-    if x.ndim != 4 or not 0 < x.shape[-1] <= MAX_CHANNELS:
-        raise QFrameworkError(
-            f"{operator}: x must have shape (N, H, W, C) with 1 to {MAX_CHANNELS} channels, got {tuple(x.shape)}"
-        )
+    if x.ndim != 4 or not x.shape[-1]:
+        raise QFrameworkError(f"{operator}: x must have shape (N, H, W, C) with channels, got {tuple(x.shape)}")
     check_shape(operator, "weight", weight, *((taps, taps, x.shape[-1]) for taps in TAPS))
     if bias is not None:
         check_dtype(operator, "bias", bias, FLOAT_DTYPES)
@@ -137,20 +130,13 @@ def depthwise_quantize_ref(x: DepthwiseQuantizeArguments) -> Tensor:
     return numerics.quantize(_activated(*x[:4]), x.scale.reshape(())).contiguous()
 
 
-def depthwise_dynamic_quantize_ref(x: DepthwiseArguments) -> tuple[Tensor, Tensor]:
-    """Reference of ``qframework::depthwise_dynamic_quantize``."""
-    y = _activated(*x)
-    scale = numerics.dynamic_scale(y, "per_token")
-    return numerics.quantize(y, scale).contiguous(), scale.contiguous()
-
-
 @triton.jit
 def _depthwise_kernel(
     x_ptr,  # (N, H, W, C) float
     weight_ptr,  # (K, K, C) float
     bias_ptr,  # (C,) float, with HAS_BIAS
     out_ptr,  # (N, H, W, C) float, or int8 with QUANTIZES
-    scale_ptr,  # fp32, with QUANTIZES: (N, H, W) to write with DYNAMIC, else (1,) to read
+    scale_ptr,  # (1,) fp32, with QUANTIZES
     H,
     W,
     C,
@@ -162,8 +148,6 @@ def _depthwise_kernel(
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     QUANTIZES: tl.constexpr,
-    DYNAMIC: tl.constexpr,
-    MIN_SCALE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -180,15 +164,15 @@ def _depthwise_kernel(
     x_ptr += n * stride_xn + (w * stride_xw)[:, None] + c
     out_at = (n * H * W + w)[:, None] * C + c
     bias = tl.load(bias_ptr + c, mask=channels, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-    if QUANTIZES and not DYNAMIC:
+    if QUANTIZES:
         inverse = 1.0 / tl.load(scale_ptr)
     zeros = tl.zeros((BLOCK_W, BLOCK_C), tl.float32)
     sums = ()  # of the K - 1 rows of results that the next row of pixels belongs to
     for _ in tl.static_range(K - 1):
-        sums = sums + (zeros,)
+        sums = sums + (zeros,)  # type: ignore[assignment]  # noqa: RUF005 (Triton unpacks no tuple)
     for step in range(rows_of_strip + K - 1):
         row = top + step - K // 2
-        rows = sums + (zeros,)
+        rows = sums + (zeros,)  # noqa: RUF005
         if K == 3:
             for j in tl.static_range(K):
                 rows = _add_taps(rows, x_ptr, weight_ptr, row, w, c, j, H, W, C, stride_xh, stride_xw, K)
@@ -200,14 +184,7 @@ def _depthwise_kernel(
         if (row >= top) & (row < H):
             y = activate(rows[0] + bias, ACTIVATION, EXACT=out_ptr.dtype.element_ty == tl.float32)
             stored = (w < W)[:, None] & channels
-            if DYNAMIC:
-                scale = token_scale(tl.where(channels, y, 0.0), MIN_SCALE)
-                tl.store(scale_ptr + (n * H + row) * W + w, scale, mask=w < W)
-                out = integers(y * (1.0 / scale)[:, None])  # nothing exceeds 127
-            elif QUANTIZES:
-                out = round_to_int8(y * inverse)
-            else:
-                out = y.to(out_ptr.dtype.element_ty)
+            out = round_to_int8(y * inverse) if QUANTIZES else y.to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_at + row.to(tl.int64) * W * C, out, mask=stored)
 
 
@@ -221,7 +198,7 @@ def _add_taps(rows, x_ptr, weight_ptr, row, w, c, j, H, W, C, stride_xh, stride_
     added = ()
     for i in tl.static_range(K):
         tap = tl.load(weight_ptr + ((K - 1 - i) * K + j) * C + c, mask=c < C, other=0.0)
-        added = added + (rows[i] + x * tap.to(tl.float32),)
+        added = added + (rows[i] + x * tap.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return added
 
 
@@ -239,27 +216,18 @@ def depthwise_quantize_triton(x: DepthwiseQuantizeArguments) -> Tensor:
     return q
 
 
-def depthwise_dynamic_quantize_triton(x: DepthwiseArguments) -> tuple[Tensor, Tensor]:
-    """``depthwise_dynamic_quantize`` on a GPU."""
-    q, scale = x.empty_quantized()
-    _run(x, q, scale, dynamic=True)
-    return q, scale
-
-
-def _run(x: Operands, out: Tensor, scale: Tensor | None = None, dynamic: bool = False) -> None:
+def _run(x: Operands, out: Tensor, scale: Tensor | None = None) -> None:
     check_device(x.x.device)
     if out.numel():
-        grid, arguments, constants = _call(x, out, scale, dynamic, _processors(x.x.device))
+        grid, arguments, constants = _call(x, out, scale, _processors(x.x.device))
         launch(_depthwise_kernel, grid)(*arguments, **constants)
 
 
-def _warm_up(
-    device: torch.device, x: Operands, out: Tensor, scale: Tensor | None = None, dynamic: bool = False
-) -> Any:
+def _warm_up(device: torch.device, x: Operands, out: Tensor, scale: Tensor | None = None) -> Any:
     """Compile what ``_run`` launches for such arguments, which may be on "meta"; None where nothing is."""
     if not out.numel():
         return None
-    grid, arguments, constants = _call(x, out, scale, dynamic, _processors(device))
+    grid, arguments, constants = _call(x, out, scale, _processors(device))
     return warm_up(_depthwise_kernel, grid)(*arguments, **constants)
 
 
@@ -269,41 +237,44 @@ def _processors(device: torch.device) -> int:
 
 
 def _call(
-    x: Operands, out: Tensor, scale: Tensor | None, dynamic: bool, processors: int
+    x: Operands, out: Tensor, scale: Tensor | None, processors: int
 ) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of the launch; what is missing is represented by the result."""
     images = x.x if x.x.stride(-1) == 1 else x.x.contiguous()
     n, height, width, channels = images.shape
-    rows, block_w, block_c, warps = tile(n, height, width, channels, dynamic, processors)
+    taps = x.weight.shape[0]
+    rows, block_w, block_c = tile(n, height, width, channels, taps, processors)
     weight, bias = (out if each is None else each.contiguous() for each in (x.weight, x.bias))
     constants = {
-        "K": x.weight.shape[0],
+        "K": taps,
         "HAS_BIAS": x.bias is not None,
         "ACTIVATION": x.activation,
         "QUANTIZES": scale is not None,
-        "DYNAMIC": dynamic,
-        "MIN_SCALE": MIN_SCALE,
         "BLOCK_W": block_w,
         "BLOCK_C": block_c,
-        "num_warps": warps,
+        "num_warps": 1,
     }
     pointers = (images, weight, bias, out, out if scale is None else scale)
     programs = n * cdiv(height, rows) * cdiv(width, block_w) * cdiv(channels, block_c)
     return (programs,), (*pointers, height, width, channels, *images.stride()[:3], rows), constants
 
 
-def tile(n: int, height: int, width: int, channels: int, whole: bool, processors: int) -> tuple[int, int, int, int]:
-    """Rows, columns and channels of a program, and its number of warps; ``whole`` for all channels in one program.
+def tile(n: int, height: int, width: int, channels: int, taps: int, processors: int) -> tuple[int, int, int]:
+    """Rows, columns and channels of a program, which is one warp with 512 values of a row of pixels.
 
-    A warp has 512 values of a row of pixels. Strips are halved until every multiprocessor has eight programs.
+    Strips are as long as takes the fewest steps: a multiprocessor has registers for twelve programs at a time, each of
+    which reads K - 1 rows beside its own. That ranks strips as they were measured on an H100, half and twice as long
+    (``other/2026-11-28-h100-depthwise.json``).
     """
-    block_c = max(power_of_2(channels), 32) if whole else _block_of_channels(channels)
-    block_w = max(min(512 // block_c, power_of_2(width)), 1 if block_c >= 512 else 2)
-    warps = max(block_w * block_c // 512, 1)
-    rows, others = height, n * cdiv(width, block_w) * cdiv(channels, block_c)
-    while rows > 4 and others * cdiv(height, rows) < 8 * processors:
-        rows = cdiv(rows, 2)
-    return rows, block_w, block_c, warps
+    block_c = _block_of_channels(channels)
+    block_w = max(min(512 // block_c, power_of_2(width)), 2)
+    others = n * cdiv(width, block_w) * cdiv(channels, block_c)
+
+    def steps(rows: int) -> int:
+        return cdiv(others * cdiv(height, rows), _PROGRAMS * processors) * (rows + taps)
+
+    strips = dict.fromkeys(cdiv(height, strips) for strips in range(1, height + 1))
+    return min(strips, key=steps), block_w, block_c
 
 
 def _block_of_channels(channels: int) -> int:
@@ -333,12 +304,4 @@ DEPTHWISE_QUANTIZE = declare(
     cuda=depthwise_quantize_triton,
     fake=DepthwiseQuantizeArguments.empty_result,
     warm_up=lambda device, x: _warm_up(device, x, x.empty_result(), x.scale),
-)
-DEPTHWISE_DYNAMIC_QUANTIZE = declare(
-    f"depthwise_dynamic_quantize({_OPERANDS}) -> (Tensor, Tensor)",
-    DepthwiseArguments,
-    cpu=depthwise_dynamic_quantize_ref,
-    cuda=depthwise_dynamic_quantize_triton,
-    fake=DepthwiseArguments.empty_quantized,
-    warm_up=lambda device, x: _warm_up(device, x, *x.empty_quantized(), dynamic=True),
 )

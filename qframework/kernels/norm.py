@@ -36,7 +36,7 @@ from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.kernels.runtime.rounding import integers, round_to_int8, token_scale
+from qframework.kernels.runtime.rounding import integers, round_to_int8
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 
@@ -228,12 +228,20 @@ def _norm_kernel(
         y += residual.to(tl.float32)
     out = y
     if DYNAMIC:
-        scale = token_scale(y, MIN_SCALE)
+        scale = _row_scale(y, MIN_SCALE)
         tl.store(scale_ptr + m, scale, mask=m < M)
         out = integers(y * (1.0 / scale)[:, None])  # nothing exceeds 127
     elif QUANTIZES:
         out = round_to_int8(y * (1.0 / tl.load(scale_ptr)))
     tl.store(out_ptr + (m * C)[:, None] + c[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_scale(y, MIN_SCALE: tl.constexpr):
+    """``max|y| / 127`` of rows, NaN where there is one: of floats' bits without the sign, NaN has the largest."""
+    bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    amax = bits.to(tl.float32, bitcast=True)
+    return tl.where(amax == amax, tl.maximum(amax * (1.0 / 127.0), MIN_SCALE), amax)
 
 
 def norm_triton(x: NormArguments) -> Tensor:

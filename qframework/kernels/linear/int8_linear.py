@@ -27,6 +27,7 @@ from torch import Tensor
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.cpu import decompose_int8_linear, decompose_int8_linear_anywhere, int8_linear_cpu
 from qframework.kernels.linear.launch import int8_linear_triton, warm_up_int8_linear
+from qframework.kernels.runtime.activation import Activation
 from qframework.kernels.runtime.operator import declare, refuse_backward, refuse_transforms
 
 INT8_LINEAR = declare(

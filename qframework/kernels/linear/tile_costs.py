@@ -71,10 +71,11 @@ def memory_us(size: int) -> float:
 
 
 def int8_us(m: int, n: int, k: int, processors: int) -> float:
-    """Microseconds of ``int8_linear`` by estimate; up to 64 rows read the weight once, whose bytes decide."""
+    """Microseconds of ``int8_linear`` by estimate; bytes decide up to 64 rows, and where there are very many."""
     if m <= MAX_FEW_ROWS:
         return 1.2 + memory_us(n * k)
-    return min(tile_us(tile, m, n, k, processors) for tile in COSTS)
+    product = min(tile_us(tile, m, n, k, processors) for tile in COSTS)
+    return max(product, memory_us(m * k + n * k + 2 * m * n))
 
 
 def half_terms(m: int, n: int, k: int) -> tuple[float, float, float, float, float]:
@@ -86,4 +87,5 @@ def half_us(m: int, n: int, k: int) -> float:
     """Microseconds of PyTorch's linear in 16 bit by estimate, within 8 percent (standard deviation) of the measured."""
     if m <= MAX_FEW_ROWS:
         return 2.3 + memory_us(2 * n * k)
-    return sum(cost * term for cost, term in zip(HALF, half_terms(m, n, k), strict=True))
+    estimate = sum(cost * term for cost, term in zip(HALF, half_terms(m, n, k), strict=True))
+    return max(estimate, memory_us(2 * (m * k + n * k + m * n)))

@@ -1,4 +1,4 @@
-"""Rounding and scales per token in Triton, as qframework/numerics.py defines it."""
+"""Rounding in Triton, as qframework/numerics.py defines it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,3 @@ def integers(x):
     shared memory, converts the float to an integer instead.
     """
     return ((x + 12583040.0).to(tl.int32, bitcast=True) ^ 128).to(tl.int8)
-
-
-@triton.jit
-def token_scale(y, MIN_SCALE: tl.constexpr):
-    """``max|y| / 127`` of rows, NaN where there is one: of floats' bits without the sign, NaN has the largest."""
-    bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    amax = bits.to(tl.float32, bitcast=True)
-    return tl.where(amax == amax, tl.maximum(amax * (1.0 / 127.0), MIN_SCALE), amax)

@@ -29,6 +29,7 @@ from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.linear.reference import int8_linear_ref
 from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
+from qframework.kernels.runtime.activation import ACTIVATIONS
 
 SHAPES = [
     ((197, 768), 256),  # a ViT's tokens

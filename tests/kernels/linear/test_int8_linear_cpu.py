@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from qframework.errors import QFrameworkError
 from qframework.kernels import int8_linear
 from qframework.kernels.linear import cpu as int8_linear_cpu
-from qframework.kernels.linear.arguments import ACTIVATIONS
+from qframework.kernels.runtime.activation import ACTIVATIONS
 
 CPU = torch.device("cpu")
 

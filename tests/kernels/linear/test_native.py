@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from qframework.errors import QFrameworkError
 from qframework.kernels.linear import cpu, native
 from qframework.kernels.linear.arguments import Int8LinearArguments
+from qframework.kernels.runtime.activation import ACTIVATIONS
 
 # Rows: few, one tile, more than one block. Columns: less than a panel, several. Inner: odd, around a step and a panel.
 SHAPES = [

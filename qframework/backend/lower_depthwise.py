@@ -1,0 +1,168 @@
+"""Gives depthwise convolutions between tokens a kernel of their own, with the activation and quantization behind them.
+
+From, on Hopper, where no gradient is needed::
+
+    conv2d -> views -> gelu -> quantize (views and activation or quantization in any order, each optional)
+
+To::
+
+    permute -> qframework::depthwise or depthwise_quantize -> permute -> views
+
+cuDNN writes the convolution and Inductor reads it again for bias and activation. With 3 taps that takes 1.2 to 2.2
+times as long, and with 9 cuDNN has no fast kernel; with 5 and 7 it is faster
+(``other/2026-11-28-h100-depthwise.json``). No other chip was measured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from qframework.backend.lower_norm import needs_gradient
+from qframework.backend.lowering import Lowering
+from qframework.backend.watched_values import Operand, WatchedValues
+from qframework.compat.dynamo import record_value, recorded_value
+from qframework.graph.depthwise import DepthwiseCall, depthwise_call
+from qframework.graph.nodes import activation_name, argument, fake_value, operation
+from qframework.graph.strides import follow_strides
+from qframework.graph.writes import written_between
+from qframework.kernels.runtime.chip import capability_of
+
+_ours = torch.ops.qframework
+_permute = torch.ops.aten.permute.default
+_VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"}
+_FASTER = (3, 9)  # taps
+_DTYPES = (torch.float16, torch.bfloat16)
+_PIXELS, _CHANNELS = (0, 2, 3, 1), (0, 3, 1, 2)  # the order of an image's dimensions for the kernel, and back
+
+
+class _Chain(NamedTuple):
+    """A convolution and what alone reads it, one after the other; a quantization is the last."""
+
+    call: DepthwiseCall
+    views: list[Node]
+    activation: Node | None
+    quantize: Node | None
+
+
+def lower_depthwise(lowering: Lowering) -> None:
+    """Replace every such convolution; ``lowering.checks`` keeps the order of its weight's values up to date."""
+    weights = WatchedValues()
+    for node in list(lowering.gm.graph.nodes):
+        chain = _chain(node) if has_own_kernel(node) else None
+        if chain is not None and _is_possible(node, chain, lowering):
+            _replace(node, chain, lowering, weights)
+    if weights:
+        lowering.checks.append(weights.check)
+
+
+def has_own_kernel(node: Node) -> bool:
+    """Whether ``lower_depthwise`` replaces a convolution if it can, since that is faster."""
+    chain, fake = _chain(node), fake_value(node)
+    measured = fake is not None and fake.dtype in _DTYPES and capability_of(fake.device) == (9, 0)
+    if chain is None or not measured or chain.call.taps not in _FASTER:
+        return False
+    return chain.activation is not None or chain.quantize is not None
+
+
+def _chain(node: Node) -> _Chain | None:
+    call = depthwise_call(node)
+    if call is None:
+        return None
+    views: list[Node] = []
+    activation: Node | None = None
+    end = node
+    while len(end.users) == 1:
+        (reader,) = end.users
+        if reader.all_input_nodes[0] is not end:
+            break
+        if _quantizes(reader):
+            return _Chain(call, views, activation, reader)
+        if operation(reader) in _VIEWS:
+            views.append(reader)
+        elif activation is None and activation_name(reader) is not None and _keeps_dtype(reader, node):
+            activation = reader
+        else:
+            break
+        end = reader
+    return _Chain(call, views, activation, None)
+
+
+def _quantizes(node: Node) -> bool:
+    """Whether a node quantizes with one scale that was given."""
+    scale = node.args[1] if node.target is _ours.quantize.default else None
+    if not isinstance(scale, Node) or scale.op not in ("placeholder", "get_attr"):
+        return False
+    fake = fake_value(scale)
+    return fake is not None and fake.numel() == 1 and argument(node, 2, "zero_point") is None
+
+
+def _keeps_dtype(*nodes: Node) -> bool:
+    fakes = list(map(fake_value, nodes))
+    return all(fake is not None and fake.dtype == fakes[0].dtype for fake in fakes)  # type: ignore[union-attr]
+
+
+def _is_possible(node: Node, chain: _Chain, lowering: Lowering) -> bool:
+    call, graph = chain.call, node.graph
+    if needs_gradient(call.input_nodes) or lowering.constants.value(call.weight) is None:
+        return False
+    parameters = [each for each in call.input_nodes if each is not call.input]
+    return written_between(next(iter(graph.nodes)), graph.output_node(), parameters) is None
+
+
+def _replace(node: Node, chain: _Chain, lowering: Lowering, weights: WatchedValues) -> None:
+    result = fake_value(node)
+    assert result is not None
+    moved = follow_strides(node, torch.empty_like(result, memory_format=torch.channels_last))  # type: ignore[arg-type]
+    if moved is None:
+        return
+    for reader, value in moved.items():
+        record_value(reader, value)
+    _add_kernel(node, chain, _watched_taps(chain.call.weight, lowering, weights))
+    for each in (chain.activation, chain.quantize):
+        if each is not None:
+            each.replace_all_uses_with(each.all_input_nodes[0])
+            node.graph.erase_node(each)
+    node.graph.erase_node(node)
+
+
+def _add_kernel(node: Node, chain: _Chain, taps: Node) -> None:
+    """Put the kernel in the place of the convolution, and record what the nodes behind it compute."""
+    call, graph = chain.call, node.graph
+    image, result = fake_value(call.input), fake_value(node)
+    assert image is not None
+    assert result is not None
+    activation = "none" if chain.activation is None else activation_name(chain.activation)
+    operator, scale, dtype = _ours.depthwise.default, [], result.dtype
+    if chain.quantize is not None:
+        operator, scale, dtype = _ours.depthwise_quantize.default, [chain.quantize.args[1]], torch.int8
+        for view in chain.views:
+            record_value(view, torch.empty_like(recorded_value(view), dtype=dtype))
+    pixels = image.permute(_PIXELS)
+    with graph.inserting_before(node):
+        x = graph.call_function(_permute, (call.input, list(_PIXELS)))
+        y = graph.call_function(operator, (x, taps, call.bias, activation, *scale))
+        back = graph.call_function(_permute, (y, list(_CHANNELS)))
+    out = pixels.new_empty(pixels.shape, dtype=dtype)
+    for new, value in ((x, pixels), (y, out), (back, out.permute(_CHANNELS))):
+        new.meta = dict(node.meta)
+        record_value(new, value)
+    node.replace_all_uses_with(back)
+
+
+def _watched_taps(weight: Node, lowering: Lowering, weights: WatchedValues) -> Node:
+    """A buffer with the weight as the kernel reads it."""
+    operand = Operand(weight, lowering.constants)
+    assert operand.value is not None
+    with torch.no_grad():
+        buffer = lowering.scales.buffer(_taps_first(operand.value))
+    weights.add(lowering.constants.value(buffer), _taps_first, [operand])
+    return buffer
+
+
+def _taps_first(weight: Tensor) -> Tensor:
+    """``(taps, taps, C)`` in float32 of ``(C, 1, taps, taps)``: a conversion costs the kernel more than the bytes."""
+    return weight[:, 0].permute(1, 2, 0).float().contiguous()
