@@ -101,7 +101,7 @@ def forms(case: Case, quantizes: bool, compiles: bool) -> Iterator[tuple[str, Ca
     """Inductor's kernels, ours, and ours with other tiles."""
     if compiles:
         yield "inductor", torch.compile(lambda x: by_torch(case, x, quantizes), dynamic=False)
-    taps, scale = case.taps.float(), torch.full((1,), _SCALE, device=case.weight.device)
+    taps, scale = case.taps, torch.full((1,), _SCALE, device=case.weight.device)
 
     def call(x: Tensor) -> Any:
         operands = (x, taps, case.bias, case.shape.activation)

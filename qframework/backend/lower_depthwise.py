@@ -154,7 +154,7 @@ def _add_kernel(node: Node, chain: _Chain, taps: Node) -> None:
 
 
 def _watched_taps(weight: Node, lowering: Lowering, weights: WatchedValues) -> Node:
-    """A buffer with the weight as the kernel reads it."""
+    """A buffer with the weight as the kernel reads it, kept up to date."""
     operand = Operand(weight, lowering.constants)
     assert operand.value is not None
     with torch.no_grad():
@@ -164,5 +164,5 @@ def _watched_taps(weight: Node, lowering: Lowering, weights: WatchedValues) -> N
 
 
 def _taps_first(weight: Tensor) -> Tensor:
-    """``(taps, taps, C)`` in float32 of ``(C, 1, taps, taps)``: a conversion costs the kernel more than the bytes."""
-    return weight[:, 0].permute(1, 2, 0).float().contiguous()
+    """``(taps, taps, C)`` of ``(C, 1, taps, taps)``."""
+    return weight[:, 0].permute(1, 2, 0).contiguous()

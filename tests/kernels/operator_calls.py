@@ -114,6 +114,8 @@ CALLS = {
     "add_norm": lambda: (*summands(), None, torch.randn(64), 1e-5, False, 1.0),
     "add_norm_quantize": lambda: (*summands(), scale(64), torch.randn(64), 1e-5, True, 0.0, scale()),
     "add_norm_dynamic_quantize": lambda: (*summands(), scale(64), torch.randn(64), 1e-5, True, 0.0),
+    "depthwise": lambda: (torch.randn(1, 5, 6, 32).half(), torch.randn(3, 3, 32).half(), torch.randn(32), "gelu"),
+    "depthwise_quantize": lambda: (torch.randn(1, 5, 6, 32), torch.randn(3, 3, 32), None, "none", scale()),
     "rope_quantize": lambda: (heads(), *rotation(), False, 1.5, "per_token", "query"),
     "rope_mean": lambda: (heads(), *rotation()),
 }
