@@ -11,8 +11,9 @@ To::
 where ``block`` is a separate graph, whose inputs are what differs from block to block (weights, scales) and what the
 rest of the model computes for all of them (masks, rotary embeddings). Blocks are cut behind an ``int8_linear``: the
 operator is opaque, so that Inductor stores all values that cross the cut anyway, and no fusion is lost. These are the
-operator's result, which is contiguous, and perhaps the residual stream. Other blocks, such as the first of a model,
-stay inline.
+operator's result, which is contiguous, and perhaps the residual stream. Where a block's linears stay in float, as with
+few rows, it is cut behind one with a bias, which is as opaque unless Inductor tunes products. Other blocks, such as the
+first of a model, stay inline.
 
 A subgraph becomes a function of the code that calls it, so that kernels are chosen and CUDA graphs captured as without
 it. C++ wrappers cannot call one; options that say what a graph is, or hand it to other passes, leave it whole as well.
@@ -34,7 +35,7 @@ from qframework.backend.group_weights import reads_grouped_weight
 from qframework.backend.lowering import Lowering
 from qframework.compat import pytree
 from qframework.compat.dynamo import VALUE_KEYS, recorded_value
-from qframework.graph.nodes import operation
+from qframework.graph.nodes import linear_call, operation
 from qframework.graph.writes import writes_in_place
 
 _LEAST_SAVED = 40  # nodes that Inductor need not compile; with fewer, a subgraph costs more than it saves
@@ -54,7 +55,7 @@ _WITH_BLOCKS = (
 _RANDOM = {"dropout", "alpha_dropout", "bernoulli", "normal", "rand", "randn", "rand_like", "randn_like", "randint"}
 _int8_linear = torch.ops.qframework.int8_linear.default
 # Operations besides int8_linear whose results may leave a block: they allocate them, and never alias an input.
-_LEAVING = {"add", "sub", "mul", "layer_norm", "rms_norm"}
+_LEAVING = {"add", "sub", "mul", "layer_norm", "rms_norm", "linear"}
 
 
 class Repeat(NamedTuple):
@@ -75,18 +76,22 @@ class Repeat(NamedTuple):
 
 def outline_blocks(lowering: Lowering) -> None:
     """Replace repeated blocks by calls of one subgraph, unless Inductor cannot call one, or options rule it out."""
-    from qframework.compat.inductor import can_call_subgraphs
+    from qframework.compat.inductor import can_call_subgraphs, tunes_products
 
-    if all(name.startswith(_WITH_BLOCKS) for name in lowering.options.inductor) and can_call_subgraphs():
-        outline(lowering.gm)
+    options = lowering.options.inductor
+    if all(name.startswith(_WITH_BLOCKS) for name in options) and can_call_subgraphs():
+        outline(lowering.gm, behind_floats=not tunes_products(options))
 
 
-def outline(gm: GraphModule) -> int:
-    """Replace repeated blocks by calls of one subgraph, in place; returns how many there were."""
+def outline(gm: GraphModule, behind_floats: bool = False) -> int:
+    """Replace repeated blocks by calls of one subgraph, in place; returns how many there were.
+
+    Blocks without an INT8 layer are cut ``behind_floats``, or stay.
+    """
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     kinds = _numbered([_kind(node) for node in calls])
     repeat = longest_repeat(kinds)
-    if repeat.saved < _LEAST_SAVED or (cut := _at_the_best_cut(repeat, calls, kinds)) is None:
+    if repeat.saved < _LEAST_SAVED or (cut := _at_the_best_cut(repeat, calls, kinds, behind_floats)) is None:
         return 0
     blocks = _alike(cut.stretches(calls))
     if len(blocks) < 2 or len(blocks[0]) * (len(blocks) - 1) < _LEAST_SAVED:
@@ -145,11 +150,11 @@ def longest_repeat(kinds: Sequence[int]) -> Repeat:
     return best
 
 
-def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]) -> Repeat | None:
+def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int], behind_floats: bool) -> Repeat | None:
     """Shift the repeat so that its cuts lie behind an ``int8_linear``, and as few values as possible cross them.
 
-    The shift may cost the last stretch. None if there is no ``int8_linear``: any other cut separates what Inductor
-    would compute in one kernel.
+    Behind a float linear if there is none, and such cuts are allowed. The shift may cost the last stretch. None if
+    there is no such place: any other cut separates what Inductor would compute in one kernel.
     """
     place = {node: number for number, node in enumerate(calls)}
     last_use = [max((place.get(user, len(calls)) for user in node.users), default=-1) for node in calls]
@@ -164,10 +169,18 @@ def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]
 
     begins = range(repeat.start, repeat.start + repeat.length)
     behind = [begin for begin in begins if calls[begin + repeat.length - 1].target is _int8_linear]
+    if not behind and behind_floats:
+        behind = [begin for begin in begins if _is_opaque_float(calls[begin + repeat.length - 1])]
     if not behind:
         return None
     begin = min(behind, key=crossing)
     return Repeat(begin, repeat.length, (end - begin) // repeat.length)
+
+
+def _is_opaque_float(node: Node) -> bool:
+    """A float linear that Inductor leaves to a library. With a product without a bias, it joins a sum behind it."""
+    call = linear_call(node)
+    return call is not None and call.bias is not None
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------

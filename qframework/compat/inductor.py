@@ -46,6 +46,16 @@ def can_call_subgraphs() -> bool:
         return not (inductor_config.cpp_wrapper or inductor_config.fx_wrapper)
 
 
+def tunes_products(options: Mapping[str, Any]) -> bool:
+    """Whether Inductor may write kernels of its own for products, and fuse them with what reads these.
+
+    ``options`` go before Inductor's configuration.
+    """
+    names = ("max_autotune", "max_autotune_gemm")
+    with explained():
+        return any(options.get(name, getattr(inductor_config, name)) for name in names)
+
+
 MAX_ROW = 1024  # elements; a longer row does not fit into the registers of a few warps
 
 
@@ -217,4 +227,5 @@ __all__ = [
     "package_structure",
     "select_decomp_table",
     "start_processes",
+    "tunes_products",
 ]

@@ -47,6 +47,7 @@ _NO_SITES = "code that Inductor generated cannot call operators past the dispatc
 _DISPATCHED = "it calls them through the dispatcher, which takes the host about 7 us longer for each call"
 _LATE = "the processes that compile Triton kernels start late, and kernels are compiled one after the other"
 _LAUNCHERS = "launchers are compiled one after the other, and first calls under CUDA graphs take longer"
+_TUNED = "repeated blocks would be cut where Inductor fuses products that it tunes"
 _WRAPPERS = "repeated blocks would be outlined where Inductor's code cannot call them, and compilation fails"
 _EARLY = "kernels of Inductor cannot be launched before the one before them is done, which takes CUDA graphs longer"
 _IN_ORDER = "they are launched one after the other"
@@ -300,6 +301,8 @@ _ROWS = (
     Name("torch._inductor.async_compile.maybe_warm_pool", _LATE, "Inductor starts them when a graph is lowered"),
     Name("torch._inductor.config.cpp_wrapper", _WRAPPERS),
     Name("torch._inductor.config.fx_wrapper", _WRAPPERS),
+    Name("torch._inductor.config.max_autotune", _TUNED),
+    Name("torch._inductor.config.max_autotune_gemm", _TUNED),
     Name("torch._inductor.compile_fx.compile_fx", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.compile_fx.compile_fx_inner", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.decomposition.select_decomp_table", "backend='qframework' cannot compile a model"),

@@ -18,6 +18,7 @@ from qframework.errors import UnsupportedError
 from qframework.export.onnx_export import write_onnx
 from qframework.export.package import write_package
 from qframework.export.report import OnnxReport
+from qframework.graph.late_dequantize import dequantize_late
 from qframework.graph.none_inputs import check_none_inputs
 from qframework.graph.source import look_up_once
 from qframework.serialization import save
@@ -34,6 +35,7 @@ class QuantizedModel(GraphModule):
         super().__init__(converted, converted.graph, "QuantizedModel")
         inputs = zip(self.graph.find_nodes(op="placeholder"), pytree.tree_leaves(call), strict=True)
         check_none_inputs(self, [node.name for node, value in inputs if value is None])
+        dequantize_late(self)
         look_up_once(self)
         self.training = False
         self._call = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), call)

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from qframework.compat import pytree
 from qframework.errors import FileFormatError
 from qframework.files import parse_json
+from qframework.graph.late_dequantize import dequantize_late
 from qframework.graph.none_inputs import check_none_inputs
 from qframework.graph.source import look_up_once
 from qframework.serialization.expressions import NOT_PLAIN, SYMBOL, condition
@@ -84,6 +85,7 @@ def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constant
             _check_source(part.code, name)
     constants_of = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     check_none_inputs(model, [x.name for x in constants_of if isinstance(x, ConstantArgument) and x.value is None])
+    dequantize_late(model)
     look_up_once(model)
     return model
 

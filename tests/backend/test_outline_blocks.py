@@ -101,11 +101,11 @@ def test_a_compiled_model_computes_the_same(config, inference, monkeypatch):
     x = example()
     model = converted(blocks(4), x, CONFIGS[config])
     counts = []
-    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     with torch.inference_mode() if inference else torch.no_grad():
         ours = torch.compile(model, backend="qframework", dynamic=False)(x)
         torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
         wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
     assert counts == [4]
     assert torch.equal(ours, wanted)
@@ -130,7 +130,7 @@ def test_pytorch_traces_a_block_for_its_schema_once(monkeypatch):
 def outlined(monkeypatch, model, x, **arguments):
     """How many blocks the backend outlines; the model is not compiled."""
     counts = []
-    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     monkeypatch.setattr(inductor, "compile_graph", lambda gm, *_: gm.forward)
     with torch.no_grad():
         torch.compile(model, backend="qframework", dynamic=False, **arguments)(x)
@@ -180,7 +180,7 @@ def test_cuda_graphs_hold_all_blocks(mode, monkeypatch):
     monkeypatch.setattr(scheduler.BaseSchedulerNode, "is_gpu", lambda node: True)  # as far as graphs are concerned
     x = example()
     model, counts = converted(blocks(4), x), []
-    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     with torch.no_grad(), torch.compiler.config.patch(force_disable_caches=True):
         wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
         torch._dynamo.reset()
@@ -206,17 +206,58 @@ def test_a_block_that_reads_another_device_stays_inline():
 
 
 def test_a_float_model_is_left_whole(monkeypatch):
-    monkeypatch.setattr(module, "outline", lambda gm: pytest.fail("outlined"))
+    monkeypatch.setattr(module, "outline", lambda gm, **_: pytest.fail("outlined"))
     with torch.no_grad():
         torch.compile(nn.Linear(8, 4), backend="qframework")(torch.randn(3, 8))
 
 
-def test_blocks_without_an_int8_layer_are_left_whole():
+def float_blocks(x, bias=True):
+    """Float blocks, and an INT8 layer behind them."""
+    body = blocks(5)
+    if not bias:
+        for block in body:
+            block.fc1.bias = block.fc2.bias = None
+    return nn.Sequential(body, converted(nn.Sequential(nn.Linear(32, 8)).eval(), body(x)))
+
+
+@pytest.mark.parametrize(("behind_floats", "bias", "expected"), [(True, True, 4), (True, False, 0), (False, True, 0)])
+def test_blocks_without_an_int8_layer_are_cut_behind_an_opaque_linear(behind_floats, bias, expected):
     """A cut elsewhere would keep Inductor from fusing a norm with what is before it."""
-    x, body = example(), blocks(4)
-    gm, _ = lowered_graph(nn.Sequential(body, converted(nn.Sequential(nn.Linear(32, 8)).eval(), body(x))), x)
+    x = example()
+    gm, inputs = lowered_graph(float_blocks(x, bias), x)
     assert calls(gm, _int8_linear)
-    assert outline(gm) == 0
+    wanted = run(gm, inputs)
+    assert outline(gm, behind_floats) == expected
+    assert len(calls(gm, _invoke)) == expected
+    for call in calls(gm, _invoke):
+        inside = gm.get_submodule(str(call.args[0].target))
+        assert [node for node in inside.graph.nodes if node.op.startswith("call")][-1].target is nn.functional.linear
+    for ours, each in zip(run(gm, inputs), wanted, strict=True):
+        assert torch.equal(ours, each)
+
+
+@pytest.mark.parametrize(("mode", "behind"), [("reduce-overhead", [True]), ("max-autotune", [False])])
+def test_products_that_inductor_tunes_are_no_place_to_cut(mode, behind, monkeypatch):
+    found = []
+    monkeypatch.setattr(module, "outline", lambda gm, behind_floats: found.append(behind_floats))
+    monkeypatch.setattr(inductor, "compile_graph", lambda gm, *_: gm.forward)
+    x = example()
+    with torch.no_grad():
+        torch.compile(converted(blocks(2), x), backend="qframework", dynamic=False, mode=mode)(x)
+    assert found == behind
+
+
+def test_float_blocks_compute_the_same(monkeypatch):
+    x = example()
+    model, counts = float_blocks(x), []
+    monkeypatch.setattr(module, "outline", lambda gm, *_, **named: counts.append(outline(gm, **named)))
+    with torch.no_grad():
+        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
+        torch._dynamo.reset()
+        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
+        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+    assert 4 in counts
+    assert torch.equal(ours, wanted)
 
 
 def test_symbolic_sizes_are_left_whole():
@@ -316,11 +357,11 @@ def test_inputs_of_a_block_begin_at_the_same_alignment(width, outlined):
 def test_a_compiled_residual_stream_computes_the_same(monkeypatch):
     x = example()
     model, counts = converted(Stream(torch.sigmoid), x), []
-    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     with torch.no_grad():
         ours = torch.compile(model, backend="qframework", dynamic=False)(x)
         torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
         wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
     assert counts == [4]
     assert torch.equal(ours, wanted)
@@ -353,12 +394,12 @@ def test_a_residual_stream_keeps_the_order_of_its_dimensions(monkeypatch):
     assert {node.meta["example_value"].stride() for node in leaving} >= {(960, 1, 192, 32)}
     for ours, wanted in zip(run(gm, inputs), expected, strict=True):
         assert torch.equal(ours, wanted)
-    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     torch._dynamo.reset()
     with torch.no_grad():
         ours = torch.compile(model, backend="qframework", dynamic=False)(x)
         torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
         wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
     assert counts == [4]
     assert torch.equal(ours, wanted)
@@ -378,11 +419,11 @@ def test_assertions_of_exports_do_not_keep_blocks_apart(monkeypatch):
     x = example()
     model, counts = converted(Casts(None), x), []
     assert any(node.target is ASSERT_METADATA for node in model.graph.nodes)
-    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     with torch.no_grad():
         ours = torch.compile(model, backend="qframework", dynamic=False)(x)
         torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
         wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
     assert counts == [5]
     assert torch.equal(ours, wanted)
@@ -402,11 +443,11 @@ class Scores(Stream):
 def test_sums_in_place_and_numbers_as_tensors_do_not_keep_blocks_apart(monkeypatch):
     x = example()
     model, counts = converted(Scores(None), x), []
-    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     with torch.no_grad():
         ours = torch.compile(model, backend="qframework", dynamic=False)(x)
         torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
         wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
     assert counts == [5]
     assert torch.equal(ours, wanted)
