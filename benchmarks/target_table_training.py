@@ -132,6 +132,7 @@ MODELS = {
     ("llama_2048", 3): 1.15,
     ("llama_3072", 3): 1.0,
     ("llama_4096", 2): 1.4,
+    ("llama_4096", 8): 1.4,
 }
 AGAINST_FP8 = ("llama_2048", "llama_4096")
 OURS = {"": "qframework", ", blocks of 1x256": "qframework_1x256"}

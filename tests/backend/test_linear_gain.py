@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qframework import numerics
-from qframework.backend import keep_quantize, linear_gain
+from qframework.backend import keep_quantize, linear_gain, lower_depthwise
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.tile_costs import half_us, int8_us
@@ -65,6 +65,20 @@ class Channels(nn.Module):
 
     def forward(self, x):
         return self.fc1(self.norm(self.mix(x.transpose(1, 2)).transpose(1, 2)))
+
+
+class Depthwise(nn.Module):
+    """The second linear of PVT's MLP."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.fc2 = nn.Linear(width, outputs)
+
+    def forward(self, x):
+        side = int(x.shape[1] ** 0.5)
+        image = x.transpose(1, 2).view(x.shape[0], x.shape[2], side, side)
+        return self.fc2(F.gelu(self.conv(image).flatten(2).transpose(1, 2)))
 
 
 class Stem(nn.Module):
@@ -217,6 +231,18 @@ class TestEstimates:
     def test_rearranged_channels_are_estimated_for_more_rows(self, gains, rows, estimated):
         (gain,) = gains(Channels(32), (1, rows, 32))
         assert (gain is not None) == estimated
+
+    @pytest.mark.parametrize(("side", "inputs", "outputs", "pays"), [(200, 64, 32, False), (50, 1024, 4096, True)])
+    def test_a_convolution_with_a_kernel_of_our_own_is_estimated_for_any_number_of_rows(
+        self, gains, monkeypatch, side, inputs, outputs, pays
+    ):
+        """It writes floats; what quantizes them moves three bytes for each that a product in INT8 reads less."""
+        monkeypatch.setattr(lower_depthwise, "capability_of", lambda device: (9, 0))
+        (gain,) = gains(Depthwise(inputs, outputs), (2, side**2, inputs))
+        rows = 2 * side**2
+        assert gain.quantize_us == pytest.approx(1.4 + 3 * rows * inputs / 2e6)
+        assert gain.float_us >= 2 * rows * (inputs + outputs) / 2.8e6  # the time of its traffic
+        assert gain.pays == pays
 
 
 QKV, UP = (768, 768, 768), (8192, 8192)
