@@ -50,6 +50,7 @@ _NARROW = "too narrow to be faster in INT8"
 MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
 _OWN_FORWARD = "its forward was replaced on the module itself"
 _OUTSIDE = "also used outside the converted blocks"
+_WRAPS = "it wraps a linear layer. Convert the model first, then add adapters to it (get_peft_model of PEFT)"
 _NO_MODULE = "no INT8 module computes the same"
 
 
@@ -215,7 +216,8 @@ def _keep_or_object(plan: ConversionPlan, module: nn.Module, places: list[_Place
     if not any(attentions) and role_of(module) is None and (reason := lookalike(module)) is not None:
         _keep(plan, module, places[0].name, reason)
     elif not any(attentions) or _has_matrices(module):
-        plan.obstacles.append(Kept(places[0].name, type(module).__name__, _NO_MODULE))
+        wraps = any(linear_role(child) is not None for child in module.children())
+        plan.obstacles.append(Kept(places[0].name, type(module).__name__, _WRAPS if wraps else _NO_MODULE))
     elif all(attentions):
         plan.kept.append(Kept(places[0].name, type(module).__name__, _INSIDE_ATTENTION))
     else:

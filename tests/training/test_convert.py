@@ -299,6 +299,39 @@ def test_other_block_sizes_are_refused(block_size: Any) -> None:
         convert_to_int8_training(vit(), block_size)
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter beside it, as PEFT replaces it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_a, self.lora_b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_b(self.lora_a(x.to(self.lora_a.weight.dtype)))
+
+
+def test_adapters_are_added_after_the_conversion() -> None:
+    model = vit()
+    model.blocks[0].mlp.fc2 = Adapted(model.blocks[0].mlp.fc2)
+    message = r"blocks\.0\.mlp\.fc2 \(Adapted\): it wraps a linear layer\. Convert the model first, then add adapters"
+    with pytest.raises(UnsupportedError, match=message):
+        convert_to_int8_training(model)
+
+    model, exact = vit(), vit()
+    exact.load_state_dict(model.state_dict())
+    convert_to_int8_training(model)
+    for each in (model, exact):
+        torch.manual_seed(0)
+        each.blocks[0].mlp.fc2 = Adapted(each.blocks[0].mlp.fc2).requires_grad_(False)
+        each.blocks[0].mlp.fc2.lora_b.requires_grad_(True)
+    gradients = []
+    for each in (model, exact):
+        loss_of(each, inputs("vit")).backward()
+        gradients.append(each.blocks[0].mlp.fc2.lora_b.weight.grad)
+    assert float((gradients[0] - gradients[1]).norm() / gradients[1].norm()) < 0.2
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(
         UnsupportedError, match="mode must be one of 'per_block', 'per_tensor', 'per_token', got 'per_row'"
