@@ -6,7 +6,7 @@ From, on Hopper, where no gradient is needed::
 
 To::
 
-    permute -> qframework::depthwise or depthwise_quantize -> permute -> views
+    permute -> qframework::depthwise or depthwise_quantize (and the taps in order) -> permute -> views
 
 cuDNN writes the convolution and Inductor reads it again for bias and activation. With 3 taps that takes 1.2 to 2.2
 times as long, and with 9 cuDNN has no fast kernel; with 5 and 7 it is faster
@@ -15,28 +15,25 @@ times as long, and with 9 cuDNN has no fast kernel; with 5 and 7 it is faster
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from qframework.backend.lower_norm import needs_gradient
-from qframework.backend.lowering import Lowering
-from qframework.backend.watched_values import Operand, WatchedValues
 from qframework.compat.dynamo import record_value, recorded_value
 from qframework.graph.depthwise import DepthwiseCall, depthwise_call
-from qframework.graph.nodes import activation_name, argument, fake_value, operation
+from qframework.graph.nodes import activation_name, add_call, argument, fake_value, operation
 from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
 from qframework.kernels.runtime.chip import capability_of
 
 _ours = torch.ops.qframework
-_permute = torch.ops.aten.permute.default
+aten = torch.ops.aten
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"}
 _FASTER = (3, 9)  # taps
 _DTYPES = (torch.float16, torch.bfloat16)
-_PIXELS, _CHANNELS = (0, 2, 3, 1), (0, 3, 1, 2)  # the order of an image's dimensions for the kernel, and back
 
 
 class _Chain(NamedTuple):
@@ -48,19 +45,16 @@ class _Chain(NamedTuple):
     quantize: Node | None
 
 
-def lower_depthwise(lowering: Lowering) -> None:
-    """Replace every such convolution; ``lowering.checks`` keeps the order of its weight's values up to date."""
-    weights = WatchedValues()
-    for node in list(lowering.gm.graph.nodes):
+def lower_depthwise(gm: GraphModule) -> None:
+    """Replace every such convolution, in place."""
+    for node in list(gm.graph.nodes):
         chain = _chain(node) if has_own_kernel(node) else None
-        if chain is not None and _is_possible(node, chain, lowering):
-            _replace(node, chain, lowering, weights)
-    if weights:
-        lowering.checks.append(weights.check)
+        if chain is not None and not needs_gradient(chain.call.input_nodes):
+            _replace(node, chain)
 
 
 def has_own_kernel(node: Node) -> bool:
-    """Whether ``lower_depthwise`` replaces a convolution if it can, since that is faster."""
+    """Whether ``lower_depthwise`` replaces a convolution, where no gradient is needed."""
     chain, fake = _chain(node), fake_value(node)
     measured = fake is not None and fake.dtype in _DTYPES and capability_of(fake.device) == (9, 0)
     if chain is None or not measured or chain.call.taps not in _FASTER:
@@ -79,7 +73,7 @@ def _chain(node: Node) -> _Chain | None:
         (reader,) = end.users
         if reader.all_input_nodes[0] is not end:
             break
-        if _quantizes(reader):
+        if _quantizes(reader) and written_between(node, reader, [reader.args[1]]) is None:  # type: ignore[list-item]
             return _Chain(call, views, activation, reader)
         if operation(reader) in _VIEWS:
             views.append(reader)
@@ -105,15 +99,7 @@ def _keeps_dtype(*nodes: Node) -> bool:
     return all(fake is not None and fake.dtype == fakes[0].dtype for fake in fakes)  # type: ignore[union-attr]
 
 
-def _is_possible(node: Node, chain: _Chain, lowering: Lowering) -> bool:
-    call, graph = chain.call, node.graph
-    if needs_gradient(call.input_nodes) or lowering.constants.value(call.weight) is None:
-        return False
-    parameters = [each for each in call.input_nodes if each is not call.input]
-    return written_between(next(iter(graph.nodes)), graph.output_node(), parameters) is None
-
-
-def _replace(node: Node, chain: _Chain, lowering: Lowering, weights: WatchedValues) -> None:
+def _replace(node: Node, chain: _Chain) -> None:
     result = fake_value(node)
     assert result is not None
     moved = follow_strides(node, torch.empty_like(result, memory_format=torch.channels_last))  # type: ignore[arg-type]
@@ -121,7 +107,7 @@ def _replace(node: Node, chain: _Chain, lowering: Lowering, weights: WatchedValu
         return
     for reader, value in moved.items():
         record_value(reader, value)
-    _add_kernel(node, chain, _watched_taps(chain.call.weight, lowering, weights))
+    _add_kernel(node, chain)
     for each in (chain.activation, chain.quantize):
         if each is not None:
             each.replace_all_uses_with(each.all_input_nodes[0])
@@ -129,11 +115,12 @@ def _replace(node: Node, chain: _Chain, lowering: Lowering, weights: WatchedValu
     node.graph.erase_node(node)
 
 
-def _add_kernel(node: Node, chain: _Chain, taps: Node) -> None:
-    """Put the kernel in the place of the convolution, and record what the nodes behind it compute."""
-    call, graph = chain.call, node.graph
-    image, result = fake_value(call.input), fake_value(node)
-    assert image is not None
+def _add_kernel(node: Node, chain: _Chain) -> None:
+    """Put the kernel in the place of the convolution, and record what the nodes behind it compute.
+
+    The taps are put in order at each call: a copy that is kept would miss writes through ``.data``.
+    """
+    call, result = chain.call, fake_value(node)
     assert result is not None
     activation = "none" if chain.activation is None else activation_name(chain.activation)
     operator, scale, dtype = _ours.depthwise.default, [], result.dtype
@@ -141,28 +128,15 @@ def _add_kernel(node: Node, chain: _Chain, taps: Node) -> None:
         operator, scale, dtype = _ours.depthwise_quantize.default, [chain.quantize.args[1]], torch.int8
         for view in chain.views:
             record_value(view, torch.empty_like(recorded_value(view), dtype=dtype))
-    pixels = image.permute(_PIXELS)
-    with graph.inserting_before(node):
-        x = graph.call_function(_permute, (call.input, list(_PIXELS)))
-        y = graph.call_function(operator, (x, taps, call.bias, activation, *scale))
-        back = graph.call_function(_permute, (y, list(_CHANNELS)))
-    out = pixels.new_empty(pixels.shape, dtype=dtype)
-    for new, value in ((x, pixels), (y, out), (back, out.permute(_CHANNELS))):
-        new.meta = dict(node.meta)
-        record_value(new, value)
+
+    def add(target: Any, *args: Any, value: Tensor | None = None, **kwargs: Any) -> Node:
+        return add_call(node, target, args, kwargs, value)
+
+    with node.graph.inserting_before(node):
+        pixels = add(aten.permute.default, call.input, [0, 2, 3, 1])
+        taps = add(aten.select.int, add(aten.permute.default, call.weight, [2, 3, 1, 0]), 2, 0)
+        taps = add(aten.clone.default, taps, memory_format=torch.contiguous_format)
+        empty = torch.empty_like(recorded_value(pixels), dtype=dtype, memory_format=torch.contiguous_format)
+        out = add(operator, pixels, taps, call.bias, activation, *scale, value=empty)
+        back = add(aten.permute.default, out, [0, 3, 1, 2])
     node.replace_all_uses_with(back)
-
-
-def _watched_taps(weight: Node, lowering: Lowering, weights: WatchedValues) -> Node:
-    """A buffer with the weight as the kernel reads it, kept up to date."""
-    operand = Operand(weight, lowering.constants)
-    assert operand.value is not None
-    with torch.no_grad():
-        buffer = lowering.scales.buffer(_taps_first(operand.value))
-    weights.add(lowering.constants.value(buffer), _taps_first, [operand])
-    return buffer
-
-
-def _taps_first(weight: Tensor) -> Tensor:
-    """``(taps, taps, C)`` of ``(C, 1, taps, taps)``."""
-    return weight[:, 0].permute(1, 2, 0).contiguous()
