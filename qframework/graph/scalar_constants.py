@@ -35,7 +35,7 @@ from torch.fx.node import map_arg
 
 from qframework.compat.dynamo import recorded_value
 from qframework.graph.nodes import operation
-from qframework.graph.writes import written_inputs
+from qframework.graph.writes import is_written
 
 aten = torch.ops.aten
 _LIFT = aten.lift_fresh_copy.default
@@ -99,7 +99,7 @@ def _number(node: Node, numbers: dict[Node, Tensor]) -> Tensor | None:
     fake = recorded_value(node)
     if not isinstance(fake, Tensor) or fake.ndim or fake.device.type != "cpu" or operation(node) not in _OF_NUMBERS:
         return None
-    if any(x not in numbers for x in node.all_input_nodes) or any(node in written_inputs(user) for user in node.users):
+    if any(x not in numbers for x in node.all_input_nodes) or is_written(node):
         return None
     args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
     function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target

@@ -80,6 +80,13 @@ def allocates(node: Node) -> bool:
     return bool(own) and not any(_overlap(storages(x), own) for x in node.all_input_nodes)
 
 
+def is_written(node: Node) -> bool:
+    """Whether a reader of a value, or of a view of it at any depth, may write it."""
+    if any(node in written_inputs(user) for user in node.users):
+        return True
+    return any(is_written(user) for user in node.users if _overlap(storages(user), storages(node)))
+
+
 def returned(graph: Graph, node: Node) -> bool:
     """Whether a result of the graph may share memory with ``node``."""
     return any(_overlap(storages(result), storages(node)) for result in graph.output_node().all_input_nodes)

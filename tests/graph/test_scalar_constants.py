@@ -149,6 +149,26 @@ def test_other_tensors_stay():
     assert sum(node.target is torch.tensor for node in calls_of(gm)) == 4
 
 
+VIEWS = {
+    "detach": lambda t: t.detach(),
+    "to": lambda t: t.to(torch.float32),
+    "view": lambda t: t.view(1),
+    "several": lambda t: t.detach().view(1)[0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_number_that_is_written_through_a_view_stays(view):
+    class Written(nn.Module):
+        def forward(self, x):
+            number = torch.tensor(1.5)
+            VIEWS[view](number).add_(1)
+            return (x * number,)
+
+    gm = with_numbers(Written(), torch.randn(3, 64))
+    assert sum(node.target is torch.tensor for node in calls_of(gm)) == 1
+
+
 def test_functions_take_no_number_first():
     class First(nn.Module):
         def forward(self, x):
