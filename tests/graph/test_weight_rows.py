@@ -53,6 +53,7 @@ def test_separate_weights(way) -> None:
     assert separate_weights(gm) == 3
     assert all(node.args[1].op == "get_attr" for node in linears(gm))
     assert "weight" not in gm.state_dict(), "nothing reads it, so it is freed"
+    assert all(parameter.requires_grad for parameter in gm.parameters())
     for exact, found in zip(model(x), gm(x), strict=True):
         assert torch.equal(exact, found)
 
@@ -95,12 +96,21 @@ def test_rows_that_are_written_stay_as_they_are() -> None:
     assert separate_weights(gm) == 0
 
 
-@pytest.mark.parametrize("select", [lambda w: w[:, :16], lambda w: w.chunk(2, 1)[0], lambda w: w[::2], lambda w: w * 2])
+OTHERS = {
+    "columns": lambda w: w[:, :16],
+    "chunk of columns": lambda w: w.chunk(2, 1)[0],
+    "step": lambda w: w[::2],
+    "computed": lambda w: w * 2,
+    "vector": lambda w: w[0],
+}
+
+
+@pytest.mark.parametrize("select", OTHERS)
 def test_what_is_more_than_rows(select) -> None:
     class Selecting(Joined):
         def forward(self, x: Tensor) -> Tensor:
-            weight = select(self.weight)
-            return F.linear(x[:, : weight.shape[1]], weight)
+            weight = OTHERS[select](self.weight)
+            return F.linear(x[:, : weight.shape[-1]], weight)
 
     gm = exported(Selecting("slices").eval(), torch.randn(4, 32))
     assert rows_of(linears(gm)[0].args[1]) is None
