@@ -16,6 +16,7 @@ from qframework.backend.compile import run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.merge_linears import merge_linears
 from qframework.backend.options import BackendOptions
+from qframework.graph.nodes import fake_value
 from qframework.numerics import sqnr_db
 from qframework.quantizer import QuantizationConfig, dynamic_int8, static_attention, static_int8
 
@@ -144,6 +145,13 @@ def test_what_needs_its_own_result_keeps_it(read):
         assert torch.equal(mine, theirs)
 
 
+def test_linears_that_stay_apart_keep_their_recorded_strides():
+    model, x = Reads(lambda a, b, x: a.sin() * b.as_strided((2, 7, 24), (168, 24, 1))), torch.randn(2, 7, 32)
+    (gm,), _ = lowered(model, x)
+    values = [fake_value(node) for node in gm.graph.nodes if node.target is INT8_LINEAR]
+    assert [value.stride() for value in values] == [(168, 24, 1)] * 2
+
+
 def test_results_that_only_float_operations_read_are_merged():
     model, x = Reads(lambda a, b, x: a.sin() * b + a.reshape(2, 7, 24)), torch.randn(2, 7, 32)
     graphs, run = lowered(model, x)
@@ -200,6 +208,15 @@ def test_linears_of_different_inputs_stay_apart():
             return self.a(x.sin()) * self.b(x.cos())
 
     assert products(lowered(Two(), torch.randn(2, 7, 32))[0]) == 2
+
+
+def test_a_number_whose_buffer_was_freed_gets_another():
+    gm = torch.fx.symbolic_trace(nn.Identity())
+    scales = Lowering.of(gm).scales
+    scales.remove(scales.node(0.5, torch.device("cpu")))
+    again = scales.node(0.5, torch.device("cpu"))
+    assert again in gm.graph.nodes
+    assert getattr(gm, again.target).item() == 0.5
 
 
 # Models that PT2E converted, whose weights remain theirs ---------------------------------------------------------
@@ -317,6 +334,44 @@ class TestConverted:
     def test_different_epilogues_stay_apart(self, read):
         model, x = static_model(model=Reads(READS[read]))
         assert products(lowered(model, x, {})[0]) == 2
+
+    def test_results_of_different_dtypes_stay_apart(self):
+        class Mixed(nn.Module):
+            """The result of one of two linears is INT8, which the next linear reads."""
+
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+
+            def forward(self, x):
+                return self.c(self.a(x)) + self.b(x).sin()
+
+        model, x = static_model(model=Mixed())
+        assert products(lowered(model, x, {})[0]) == 3
+
+    @pytest.mark.parametrize(("configuration", "number"), [("static", 3), ("zero points", 4)])
+    def test_int8_results_with_zero_points_stay_apart(self, configuration, number):
+        class Chains(nn.Module):
+            """Two linears whose INT8 results have a scale and a zero point each."""
+
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.c, self.d = (nn.Linear(32, 32) for _ in range(4))
+
+            def forward(self, x):
+                return self.c(self.a(x)) + self.d(self.b(x)).sin()
+
+        model, x = static_model(configuration, Chains())
+        graphs, run = lowered(model, x, {})
+        assert products(graphs) == number
+        assert torch.equal(run(x), lowered(model, x, {}, merged=False)[1](x))
+
+    def test_tensors_that_are_no_inputs_of_the_graph_are_not_copied(self):
+        """They could be replaced unseen."""
+        model, _ = static_model()
+        lowering = Lowering.of(model)
+        run_passes(lowering)
+        assert products([model]) == 8
 
     @pytest.mark.parametrize(("outputs", "number"), [(20, 1), (22, 2)])
     def test_slices_begin_at_multiples_of_16_bytes(self, outputs, number):
