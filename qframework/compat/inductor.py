@@ -1,4 +1,4 @@
-"""Inductor. Imported only when it is needed: it starts processes, which takes seconds."""
+"""Inductor. Imported only when it is needed, which takes seconds."""
 
 from __future__ import annotations
 
