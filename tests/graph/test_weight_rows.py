@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import qframework
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
 from qframework.graph.weight_rows import rows_of, separate_weights
 from qframework.numerics import sqnr_db
 from qframework.quantizer import static_int8
@@ -67,6 +69,18 @@ def test_compiled_and_quantized(way) -> None:
     assert [layer.lowered for layer in report.layers] == [True] * 3
     with torch.no_grad():
         for exact, found in zip(model(x), quantized(x), strict=True):
+            assert 30 < sqnr_db(exact, found) < 60
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_frozen_weights_are_the_rows_of_the_parameter() -> None:
+    def backend(gm, example_inputs):
+        lower(gm, example_inputs, BackendOptions(linear="int8_dynamic", freeze_weights=True))
+        return gm.forward
+
+    model, x = Joined("slices").eval(), torch.randn(4, 32)
+    with torch.no_grad():
+        for exact, found in zip(model(x), torch.compile(model, backend=backend)(x), strict=True):
             assert 30 < sqnr_db(exact, found) < 60
 
 
