@@ -7,6 +7,7 @@ import torch
 from lowered_models import Block, example
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from qframework import numerics
 from qframework.backend import group_weights as module
@@ -15,10 +16,14 @@ from qframework.backend.group_weights import group_weights
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions
 from qframework.backend.outline_blocks import outline
-from qframework.graph.nodes import fake_value
+from qframework.compat.dynamo import recorded_value
 
 _together = torch.ops.qframework.quantize_weights.default
 _alone = torch.ops.qframework.dynamic_quantize.default
+
+
+def on_a_gpu(x):
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
 
 def grouped(model, x, blocks=False):
@@ -27,13 +32,9 @@ def grouped(model, x, blocks=False):
 
     def keep(gm, inputs):
         lower(gm, inputs, BackendOptions(linear="int8_dynamic"))
-        recorded = {node: fake_value(node) for node in gm.graph.nodes}
         with FakeTensorMode(allow_non_fake_inputs=True):
-            for node, fake in recorded.items():
-                if fake is not None:
-                    node.meta["example_value"] = torch.empty_strided(
-                        fake.shape, fake.stride(), dtype=fake.dtype, device="cuda"
-                    )
+            for node in gm.graph.nodes:
+                node.meta["example_value"] = tree_map_only(torch.Tensor, on_a_gpu, recorded_value(node))
             group_weights(Lowering.of(gm, inputs))
         if blocks:
             outline(gm)
