@@ -288,9 +288,8 @@ def _owner_path(node: Node) -> str | None:
     if path is None:
         return None
     owner, _, leaf = path.rpartition(".")
-    own = re.fullmatch(
-        r"(\w+)_proj_(?:weight|bias)", leaf
-    )  # nn.MultiheadAttention's: in_proj, or q_proj, k_proj, v_proj
+    # nn.MultiheadAttention's own parameters: of in_proj, or of q_proj, k_proj and v_proj
+    own = re.fullmatch(r"(\w+)_proj_(?:weight|bias)", leaf)
     if own:
         return f"{owner}.{own[1]}_proj" if owner else f"{own[1]}_proj"
     return owner if leaf in ("bias", "weight") else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import qframework
@@ -165,6 +166,25 @@ def test_batches_of_any_size(calls):
         x = tokens(batch)
         close(compiled(x), model, x)
     assert calls == [(True, False, 3)]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_scale_that_is_written_before_its_quantization(monkeypatch, writes):
+    """The kernel would read it where the convolution is."""
+    monkeypatch.setattr(lower_depthwise, "capability_of", lambda device: (9, 0))
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        image = torch.empty(2, CHANNELS, 8, 8, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
+        values = {"x": image, "w": image.new_empty(CHANNELS, 1, 3, 3), "scale": torch.empty(1)}
+    x, w, scale = map(graph.placeholder, values)
+    for each, value in zip((x, w, scale), values.values(), strict=True):
+        each.meta["val"] = value
+    node = graph.call_function(F.conv2d, (x, w, None, 1, 1, 1, CHANNELS))
+    node.meta["val"] = torch.empty_like(image)
+    if writes:
+        graph.call_method("mul_", (scale, 2)).meta["val"] = values["scale"]
+    graph.output(graph.call_function(_ours.quantize.default, (node, scale)))
+    assert lower_depthwise.has_own_kernel(node) != writes
 
 
 def test_static_int8_is_a_part_of_it(calls):
