@@ -77,7 +77,7 @@ def _chain(node: Node) -> _Chain | None:
             return _Chain(call, views, activation, reader)
         if operation(reader) in _VIEWS:
             views.append(reader)
-        elif activation is None and activation_name(reader) is not None and _keeps_dtype(reader, node):
+        elif activation is None and activation_name(reader) is not None:
             activation = reader
         else:
             break
@@ -92,11 +92,6 @@ def _quantizes(node: Node) -> bool:
         return False
     fake = fake_value(scale)
     return fake is not None and fake.numel() == 1 and argument(node, 2, "zero_point") is None
-
-
-def _keeps_dtype(*nodes: Node) -> bool:
-    fakes = list(map(fake_value, nodes))
-    return all(fake is not None and fake.dtype == fakes[0].dtype for fake in fakes)  # type: ignore[union-attr]
 
 
 def _replace(node: Node, chain: _Chain) -> None:
