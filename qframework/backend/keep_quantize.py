@@ -59,7 +59,7 @@ def is_per_token(node: Node) -> bool:
 
 def is_written_by_int8_linear(x: Node) -> bool:
     """Whether an INT8 layer computes ``x``, so that no kernel of Inductor can quantize it."""
-    return x.target is _ours.int8_linear.default
+    return x.target in (_ours.int8_linear.default, _ours.int8_gated_linear.default)
 
 
 def is_computed_twice(x: Node) -> bool:

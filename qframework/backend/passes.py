@@ -13,6 +13,7 @@ from qframework.backend.float_linear import lower_float_linear
 from qframework.backend.fold_channel_scale import fold_channel_scale
 from qframework.backend.fuse_epilogue import fuse_epilogue
 from qframework.backend.fuse_hadamard import fuse_hadamard
+from qframework.backend.gate_linears import gate_linears
 from qframework.backend.group_weights import group_weights
 from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
@@ -118,6 +119,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(expand_patch_embedding),  # after the linears: its product stays in float
     lower_quantize,
     keep_zero_point_biases,
+    gate_linears,
     merge_linears,  # after the quantizations of their input are one, and after biases are known
     group_weights,
     fuse_hadamard,

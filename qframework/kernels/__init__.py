@@ -12,6 +12,7 @@ import qframework.kernels.attention.masked_attention
 import qframework.kernels.attention.pipeline
 import qframework.kernels.depthwise
 import qframework.kernels.hadamard
+import qframework.kernels.linear.gated
 import qframework.kernels.norm
 import qframework.kernels.packaged
 import qframework.kernels.quantize  # noqa: F401  (registers operators)

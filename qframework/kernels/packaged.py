@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 import qframework.kernels.attention.mixed
+import qframework.kernels.linear.gated
 import qframework.kernels.linear.int8_linear  # noqa: F401  (registers operators)
 from qframework.compat.operators import OpOverload, schema
 from qframework.errors import UnsupportedError
@@ -40,7 +41,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-for _name in ("int8_linear", "mixed_attention"):
+for _name in ("int8_linear", "int8_gated_linear", "mixed_attention"):
     _add_overload(_name)
 
 

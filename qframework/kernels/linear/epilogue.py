@@ -132,14 +132,9 @@ def finish(
     ZERO_POINT: tl.constexpr,
 ):
     """The epilogue: ``(rows, columns)`` of out_dtype, INT8 where OUT_SCALE is not "none"."""
-    column_scale, bias, column_inverse, zero_point = columns
-    row_scale, row_inverse = rows
-    y = acc.to(tl.float32)
-    if A_SCALE != "tensor":
-        y *= row_scale[:, None]
-    y = y * column_scale[None, :] if B_PER_CHANNEL else y * column_scale
-    if HAS_BIAS:
-        y += bias.to(tl.float32)[None, :]
+    column_inverse, zero_point = columns[2], columns[3]
+    row_inverse = rows[1]
+    y = _dequantize(acc, columns, rows, A_SCALE, B_PER_CHANNEL, HAS_BIAS)
     if _is_by_tanh(ACTIVATION, HAS_RESIDUAL, OUT_SCALE):
         out = _activate_to_int8(y, column_inverse, zero_point, ACTIVATION, ZERO_POINT)
     else:
@@ -158,6 +153,47 @@ def finish(
                     y = y * row_inverse[:, None]
             out = round_and_shift(y, zero_point) if ZERO_POINT else round_to_int8(y)
     return out
+
+
+@triton.jit
+def finish_gated(
+    gate,  # (rows, columns) int32
+    up,  # likewise
+    gate_columns,  # of load_columns, for "silu" or another activation, float results
+    up_columns,  # of load_columns without an activation, float results
+    rows,  # of load_rows
+    out_scale_ptr,  # (1,) fp32, with QUANTIZES
+    zero_point_ptr,  # (1,) int32, with ZERO_POINT
+    out_dtype: tl.constexpr,
+    A_SCALE: tl.constexpr,
+    B_PER_CHANNEL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+):
+    """``activation(gate) * up`` of two products, rounded once to out_dtype, or to INT8 with QUANTIZES."""
+    y = activate(_dequantize(gate, gate_columns, rows, A_SCALE, B_PER_CHANNEL, HAS_BIAS), ACTIVATION, EXACT=False)
+    y *= _dequantize(up, up_columns, rows, A_SCALE, B_PER_CHANNEL, HAS_BIAS)
+    if QUANTIZES:
+        y *= _reciprocal(tl.load(out_scale_ptr))
+        out = round_and_shift(y, tl.load(zero_point_ptr)) if ZERO_POINT else round_to_int8(y)
+    else:
+        out = y.to(out_dtype)
+    return out
+
+
+@triton.jit
+def _dequantize(acc, columns, rows, A_SCALE: tl.constexpr, B_PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The product with its scales and bias, in float32."""
+    column_scale, bias = columns[0], columns[1]
+    y = acc.to(tl.float32)
+    if A_SCALE != "tensor":
+        y *= rows[0][:, None]
+    y = y * column_scale[None, :] if B_PER_CHANNEL else y * column_scale
+    if HAS_BIAS:
+        y += bias.to(tl.float32)[None, :]
+    return y
 
 
 @triton.jit

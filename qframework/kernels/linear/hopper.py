@@ -28,7 +28,7 @@ from qframework.kernels.runtime.triton import triton
 
 
 @triton.constexpr_function
-def _parts(block_m):
+def parts(block_m):
     """Tensors that hold a tile's rows of a, since the sizes of each must be powers of two."""
     return 3 if block_m == 192 else 1
 
@@ -49,7 +49,7 @@ if HAS_GLUON:
     )
 
     @gluon.jit
-    def _tiles_of_program(M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SINGLE: gl.constexpr):
+    def tiles_of_program(M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SINGLE: gl.constexpr):
         """First, end and step of the range of this program's tiles."""
         first = 0
         end = 1
@@ -61,7 +61,7 @@ if HAS_GLUON:
         return first, end, by
 
     @gluon.jit
-    def _place(tile, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, SINGLE: gl.constexpr):
+    def place_of(tile, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, SINGLE: gl.constexpr):
         start_m = gl.program_id(0) * BLOCK_M
         start_n = gl.program_id(1) * BLOCK_N
         if not SINGLE:
@@ -69,22 +69,27 @@ if HAS_GLUON:
         return start_m, start_n
 
     @gluon.jit
-    def _load(
-        a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, start, slot,
+    def load(
+        a_desc, b_descs, a_stages, b_stages, ready, start_m, start_n, start, slot,
         BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     ):  # fmt: skip
-        """Start loading the tiles of a and b at column ``start`` into stage ``slot``."""
+        """Start loading the tiles of a and b at column ``start`` into stage ``slot``.
+
+        Several weights have equal parts of the rows of b's tile, one below the other.
+        """
         mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
-        PARTS: gl.constexpr = _parts(BLOCK_M)
+        PARTS: gl.constexpr = parts(BLOCK_M)
         for part in gl.static_range(PARTS):
             stage = a_stages.index(slot * PARTS + part)
             tma_load(a_desc, [start_m + part * (BLOCK_M // PARTS), start], ready.index(slot), stage)
-        tma_load(b_desc, [start_n, start], ready.index(slot), b_stages.index(slot))
+        WEIGHTS: gl.constexpr = len(b_descs)
+        for part in gl.static_range(WEIGHTS):
+            tma_load(b_descs[part], [start_n, start], ready.index(slot), b_stages.index(slot * WEIGHTS + part))
 
     @gluon.jit
-    def _produce(
+    def produce(
         a_desc,
-        b_desc,
+        b_descs,
         a_stages,
         b_stages,
         ready,
@@ -94,24 +99,76 @@ if HAS_GLUON:
         K,
         BLOCK_M: gl.constexpr,
         BLOCK_N: gl.constexpr,
+        COLUMNS: gl.constexpr,  # of a tile of the result
         BLOCK_K: gl.constexpr,
         GROUP_M: gl.constexpr,
         STAGES: gl.constexpr,
         SINGLE: gl.constexpr,
     ):
         """The loading warp. The kernel has started the loads of the first tile's first stages."""
-        first, end, by = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
+        first, end, by = tiles_of_program(M, N, BLOCK_M, COLUMNS, SINGLE)
         asked_for = gl.where(K > BLOCK_K, 2, 1)
         slot = asked_for
         phase = 1  # waiting for phase 1 of a fresh barrier returns at once: all stages are free
         for tile in range(first, end, by):
-            start_m, start_n = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
+            start_m, start_n = place_of(tile, M, N, BLOCK_M, COLUMNS, GROUP_M, SINGLE)
             for start in range(gl.where(tile == first, asked_for * BLOCK_K, 0), K, BLOCK_K):
                 mbarrier.wait(free.index(slot), phase)
-                _load(
-                    a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, start, slot, BLOCK_M, BLOCK_N, BLOCK_K
+                load(
+                    a_desc, b_descs, a_stages, b_stages, ready, start_m, start_n, start, slot, BLOCK_M, BLOCK_N, BLOCK_K
                 )
                 slot, phase = next_stage(slot, phase, STAGES)
+
+    @gluon.jit
+    def multiply(
+        WHO: gl.constexpr,
+        a_stages,
+        b_stages,
+        ready,
+        free,
+        turn,
+        own_turn,  # the phase of ``turn`` to wait for
+        steps,
+        total,  # steps of all tiles before this one
+        BLOCK_N: gl.constexpr,
+        STAGES: gl.constexpr,
+        PINGPONG: gl.constexpr,
+        SINGLE: gl.constexpr,
+        THIRDS: gl.constexpr,
+    ):
+        """The product of a warpgroup's rows of a tile: two accumulators of 64 rows, of which THIRDS leaves one at 0."""
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * 128
+        if PINGPONG and not SINGLE:
+            # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
+            mbarrier.wait(turn.index(WHO), own_turn)
+        slot = total % STAGES
+        phase = (total // STAGES) & 1
+        upper = gl.zeros((64, BLOCK_N), gl.int32, layout)
+        lower = gl.zeros((64, BLOCK_N), gl.int32, layout)
+        for step in range(steps):
+            mbarrier.wait(ready.index(slot), phase)
+            b = b_stages.index(slot).permute((1, 0))
+            # the products of the previous step are done behind each wait
+            if THIRDS:
+                upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
+                upper = warpgroup_mma_wait(1, deps=(upper,))
+            else:
+                a = a_stages.index(slot)
+                upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
+                lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
+                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
+            if step > 0:
+                mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+            slot, phase = next_stage(slot, phase, STAGES)
+        if PINGPONG and not SINGLE:
+            mbarrier.arrive(turn.index(1 - WHO), count=1)
+        if THIRDS:
+            upper = warpgroup_mma_wait(0, deps=(upper,))
+        else:
+            upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
+        mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        return upper, lower
 
     @gluon.jit
     def _consume(
@@ -141,7 +198,7 @@ if HAS_GLUON:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
-        THIRDS: gl.constexpr = _parts(BLOCK_M) == 3
+        THIRDS: gl.constexpr = parts(BLOCK_M) == 3
         HALVES: gl.constexpr = 1 if THIRDS else 2
         FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * 64 * HALVES
         TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
@@ -149,14 +206,14 @@ if HAS_GLUON:
         # With many tiles, the registers of early loads cost more than late loads, unless those add up to three vectors.
         EARLY: gl.constexpr = SINGLE or OUT_SCALE == "channel"
         out_dtype: gl.constexpr = out_desc.dtype
-        first, end, by = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
+        first, end, by = tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
         steps = gl.cdiv(K, BLOCK_K)
         arrived = 0  # the phase of ``landed``
         own_turn = 1 - WHO  # the phase to wait for; warpgroup 0 begins at once
         skipped = WHO if PINGPONG else 0
         total = skipped * steps  # steps of all tiles before the current one
         for tile in range(first + skipped * by, end, TURNS * by):
-            start_m, start_n = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
+            start_m, start_n = place_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
             start_m += FIRST_ROW
             n = start_n + gl.arange(0, BLOCK_N, layout=of_columns)
             m_upper = start_m + gl.arange(0, 64, layout=of_rows)
@@ -174,36 +231,23 @@ if HAS_GLUON:
                 for half in gl.static_range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half)
                     tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
-            if PINGPONG and not SINGLE:
-                # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
-                mbarrier.wait(turn.index(WHO), own_turn)
-                own_turn ^= 1
-            slot = total % STAGES
-            phase = (total // STAGES) & 1
-            upper = gl.zeros((64, BLOCK_N), gl.int32, layout)
-            lower = gl.zeros((64, BLOCK_N), gl.int32, layout)
-            for step in range(steps):
-                mbarrier.wait(ready.index(slot), phase)
-                b = b_stages.index(slot).permute((1, 0))
-                # the products of the previous step are done behind each wait
-                if THIRDS:
-                    upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
-                    upper = warpgroup_mma_wait(1, deps=(upper,))
-                else:
-                    a = a_stages.index(slot)
-                    upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
-                    lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
-                    upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
-                if step > 0:
-                    mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
-                slot, phase = next_stage(slot, phase, STAGES)
-            if PINGPONG and not SINGLE:
-                mbarrier.arrive(turn.index(1 - WHO), count=1)
-            if THIRDS:
-                upper = warpgroup_mma_wait(0, deps=(upper,))
-            else:
-                upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
-            mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+            upper, lower = multiply(
+                WHO,
+                a_stages,
+                b_stages,
+                ready,
+                free,
+                turn,
+                own_turn,
+                steps,
+                total,
+                BLOCK_N,
+                STAGES,
+                PINGPONG,
+                SINGLE,
+                THIRDS,
+            )
+            own_turn ^= 1
             total += TURNS * steps
 
             if not EARLY:
@@ -267,7 +311,7 @@ if HAS_GLUON:
         OVERLAP: gl.constexpr = False,
     ):
         """out = epilogue(a @ b.T)."""
-        PARTS: gl.constexpr = _parts(BLOCK_M)
+        PARTS: gl.constexpr = parts(BLOCK_M)
         WORKERS: gl.constexpr = 3 if PARTS == 3 else 2  # multiplying warpgroups
         a_stages = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M // PARTS, BLOCK_K], a_desc.layout)
         b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
@@ -283,11 +327,11 @@ if HAS_GLUON:
         mbarrier.init(ready.index(1), count=1)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
-        first, _, _ = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
-        start_m, start_n = _place(first, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
-        _load(a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, 0, 0, BLOCK_M, BLOCK_N, BLOCK_K)
+        first, _, _ = tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
+        start_m, start_n = place_of(first, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
+        load(a_desc, (b_desc,), a_stages, b_stages, ready, start_m, start_n, 0, 0, BLOCK_M, BLOCK_N, BLOCK_K)
         if K > BLOCK_K:
-            _load(a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, BLOCK_K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
+            load(a_desc, (b_desc,), a_stages, b_stages, ready, start_m, start_n, BLOCK_K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
         for i in gl.static_range(STAGES):
             if i > 1:
                 mbarrier.init(ready.index(i), count=1)
@@ -315,9 +359,9 @@ if HAS_GLUON:
                         A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
                         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
                     )),
-                    (_produce, (
-                        a_desc, b_desc, a_stages, b_stages, ready, free, M, N, K,
-                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SINGLE,
+                    (produce, (
+                        a_desc, (b_desc,), a_stages, b_stages, ready, free, M, N, K,
+                        BLOCK_M, BLOCK_N, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SINGLE,
                     )),
                 ],
                 [4, 1],  # warps of all but the first
@@ -341,9 +385,9 @@ if HAS_GLUON:
                         A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
                         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
                     )),
-                    (_produce, (
-                        a_desc, b_desc, a_stages, b_stages, ready, free, M, N, K,
-                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SINGLE,
+                    (produce, (
+                        a_desc, (b_desc,), a_stages, b_stages, ready, free, M, N, K,
+                        BLOCK_M, BLOCK_N, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SINGLE,
                     )),
                 ],
                 [4, 4, 1],  # warps of all but the first

@@ -1,0 +1,265 @@
+"""Which products of two linears become one operator on Hopper, and that results stay what they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from lowered_models import converted, count, targets
+from torch import nn
+from torch.nn import functional as F
+
+import qframework
+from qframework.backend import gate_linears
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
+from qframework.kernels.linear.tile import PINGPONG
+
+_gated = torch.ops.qframework.int8_gated_linear.default
+_int8_linear = torch.ops.qframework.int8_linear.default
+
+
+class Gated(nn.Module):
+    """LLaMA's MLP."""
+
+    def __init__(self, activation=F.silu, bias: bool = False, width: int = 32, inner: int = 48) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, inner, bias=bias) for _ in range(2))
+        self.down, self.activation = nn.Linear(inner, width), activation
+
+    def forward(self, x):
+        return x + self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Packed(nn.Module):
+    """ModernBERT's, Phi's and timm's: both weights are one."""
+
+    def __init__(self, part, gate_first: bool = True, inner: int = 48) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 2 * inner), nn.Linear(inner, 32)
+        self.part, self.gate_first = part, gate_first
+
+    def forward(self, x):
+        left, right = self.part(self.fc1(x))
+        return x + self.fc2(F.gelu(left) * right if self.gate_first else left * F.gelu(right))
+
+
+def chunk(y):
+    return y.chunk(2, -1)
+
+
+def split(y):
+    return y.split(48, dim=-1)
+
+
+def sizes(y):
+    return y.split((48, 48), -1)
+
+
+def slices(y):
+    return y[..., :48], y[..., 48:]
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(monkeypatch):
+    """Whatever the device and the size, one kernel pays."""
+    monkeypatch.setattr(gate_linears, "HAS_GLUON", True)
+    monkeypatch.setattr(gate_linears, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(gate_linears, "chip_of", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(gate_linears, "gated_tile", lambda *sizes: PINGPONG)
+
+
+def compiled(model, x, linear="int8_dynamic", **options):
+    """The graph that the backend lowers, and its results."""
+    graphs = []
+
+    def backend(gm, inputs):
+        lower(gm, inputs, BackendOptions(linear=linear, **options))
+        graphs.append(gm)
+        return gm.forward
+
+    with torch.no_grad():
+        y = torch.compile(model, backend=backend)(x)
+    (gm,) = graphs
+    return gm, y
+
+
+def half(model):
+    torch.manual_seed(0)
+    return model.half().eval(), torch.randn(2, 9, 32).half()
+
+
+def error(y, expected):
+    y, expected = y.detach().float(), expected.detach().float()
+    return float((y - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["weights at each call", "frozen"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [F.silu, F.gelu, F.relu, lambda x: F.gelu(x, approximate="tanh")])
+def test_two_linears(activation, bias, frozen):
+    model, x = half(Gated(activation, bias))
+    gm, y = compiled(model, x, freeze_weights=frozen)
+    assert (count(gm, _gated), count(gm, _int8_linear)) == (1, 1)
+    assert error(y, model(x)) < 0.02
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("part", [chunk, split, sizes, slices])
+def test_halves_of_one_linear(part, gate_first):
+    model, x = half(Packed(part, gate_first))
+    gm, y = compiled(model, x, freeze_weights=True)
+    assert (count(gm, _gated), count(gm, _int8_linear)) == (1, 1)
+    assert error(y, model(x)) < 0.02
+
+
+@pytest.mark.parametrize("model", [Gated(bias=True), Packed(chunk)], ids=["two", "one"])
+def test_static(model):
+    """The quantization behind the product is in the operator; so is its zero point."""
+    model, x = half(copy.deepcopy(model))
+    graph, y = compiled(converted(model, x), x, linear="off")
+    assert (count(graph, _gated), count(graph, _int8_linear)) == (1, 1)
+    (node,) = graph.graph.find_nodes(op="call_function", target=_gated)
+    assert node.args[9] is not None
+    assert torch.ops.qframework.quantize.default not in [user.target for user in node.users]
+    assert error(y, model(x)) < 0.1
+
+
+class Refused(nn.Module):
+    """Products that are no gated MLP, each by its name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gate, self.up, self.both = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(32, 96)
+        self.third, self.without = nn.Linear(32, 144), nn.Linear(32, 48, bias=False)
+        self.down = nn.Linear(48, 32)
+
+    def forward(self, x):
+        gate, up = F.silu(self.gate(x)), self.up(x)
+        left, right = self.both(x).chunk(2, -1)
+        thirds = self.third(x).chunk(3, -1)
+        y = {
+            "other reader": lambda: gate * up + up,
+            "other input": lambda: F.silu(self.gate(x + 1)) * up,
+            "twice an activation": lambda: gate * F.silu(up),
+            "same half": lambda: F.silu(left) * left + right,
+            "two of three": lambda: F.silu(thirds[0]) * thirds[1] + thirds[2],
+            "the other half elsewhere": lambda: F.silu(left) * right + right,
+            "a number": lambda: gate * 2.0,
+            "itself": lambda: gate * gate,
+            "one bias": lambda: gate * self.without(x),
+            "another shape": lambda: gate * up[:, :1],
+            "another activation": lambda: torch.sigmoid(self.gate(x)) * up,
+            "a float linear": lambda: gate * F.linear(x, self.up.weight.tanh()),
+        }[self.kind]()
+        return self.down(y)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("other reader", "other input", "twice an activation", "same half", "two of three", "a number", "itself"),
+        *("the other half elsewhere", "one bias", "another shape", "another activation", "a float linear"),
+    ],
+)
+def test_what_is_no_gated_mlp(kind):
+    model, x = half(Refused(kind))
+    gm, y = compiled(model, x, freeze_weights=True)
+    assert count(gm, _gated) == 0
+    assert error(y, model(x)) < 0.02
+
+
+def test_a_sum_of_products_without_an_activation_is_gated_too():
+    model, x = half(Gated(lambda y: y))
+    gm, y = compiled(model, x)
+    assert count(gm, _gated) == 1
+    assert error(y, model(x)) < 0.02
+
+
+def test_only_where_it_pays(monkeypatch):
+    for name, value in (
+        ("gated_tile", lambda *sizes: None),
+        ("capability_of", lambda device: (8, 0)),
+        ("HAS_GLUON", False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(gate_linears, name, value)
+            torch._dynamo.reset()
+            assert count(compiled(*half(Gated()))[0], _gated) == 0, name
+    torch._dynamo.reset()
+    model = Gated(inner=40)  # bytes of an INT8 result that are no multiple of 16
+    assert count(compiled(*half(model))[0], _gated) == 1
+    torch._dynamo.reset()
+    model, x = half(model)
+    assert count(compiled(converted(model, x), x, linear="off")[0], _gated) == 0
+    torch._dynamo.reset()
+    assert count(compiled(Gated(), torch.randn(2, 9, 32))[0], _gated) == 0  # float32
+
+
+class Writes(nn.Module):
+    """Writes the other linear's bias between the two linears, or the input behind both."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.gate, self.up = what, nn.Linear(32, 48), nn.Linear(32, 48)
+        self.register_buffer("shift", torch.ones(48))
+
+    def forward(self, x):
+        gate = F.silu(F.linear(x, self.gate.weight, self.shift))
+        if self.what == "between":
+            self.shift.add_(1)
+        up = F.linear(x, self.up.weight, self.shift)
+        if self.what == "behind":
+            self.shift.add_(1)
+        return gate * up
+
+
+@pytest.mark.parametrize(("what", "gated"), [("nothing", 1), ("between", 0), ("behind", 0)])
+def test_written_operands_are_read_in_time(what, gated):
+    model, x = half(Writes(what))
+    again = copy.deepcopy(model)
+    gm, y = compiled(model, x)
+    assert count(gm, _gated) == gated
+    assert error(y, again(x)) < 0.02
+
+
+def test_an_activation_in_place():
+    model, x = half(Gated(nn.SiLU(inplace=True)))
+    gm, y = compiled(model, x)
+    assert count(gm, _gated) == 1
+    assert error(y, model(x)) < 0.02
+
+
+def test_a_quantization_behind_it_is_not_fused_by_inductor(monkeypatch):
+    """Nothing of Inductor's computes its input any more."""
+    seen = []
+
+    class Meta:
+        device = torch.device("cuda")
+
+    from qframework.backend import keep_quantize
+
+    monkeypatch.setattr(keep_quantize, "fake_value", lambda node: seen.append(node) or Meta())
+    gm, _ = compiled(*half(Gated()))
+    quantize = next(iter(gm.graph.find_nodes(op="call_function", target=_gated)[0].users))
+    assert quantize.target is torch.ops.qframework.dynamic_quantize.alone
+
+
+def test_explain_names_the_operator():
+    model, x = half(Gated())
+    with torch.no_grad():
+        report = qframework.explain(model, x, options={"linear": "int8_dynamic", "freeze_weights": True})
+    names = {layer.name: layer.operator for layer in report.layers}
+    behind = " after dynamic_quantize, weight quantized once"
+    assert names["gate"] == names["up"] == "qframework::int8_gated_linear (silu)" + behind
+    assert names["down"] == "qframework::int8_linear (residual)" + behind
+
+
+def test_symbolic_rows():
+    model, x = half(Gated())
+    torch._dynamo.mark_dynamic(x, 1)
+    gm, y = compiled(model, x)
+    assert _gated in targets(gm)
+    assert error(y, model(x)) < 0.02
