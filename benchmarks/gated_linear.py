@@ -32,7 +32,7 @@ _CACHE = 200e6  # bytes of inputs beyond which none is in the L2 cache
 _MOST_COPIES = 8
 _CHECKED_ROWS = 300
 _LARGEST = 6.0  # of INT8 results with one scale; values beyond saturate
-_TOLERANCE = 0.03  # relative, of results that are rounded to INT8
+_TOLERANCE = 1.02  # times the error of the exact result that is rounded to INT8
 
 
 class Shape(NamedTuple):
@@ -58,7 +58,7 @@ SHAPES = (
         for m in (2048, 1024, 512, 257, 128)
     ),
     Shape(197, 2048, 768, "silu"),
-    Shape(5000, 1000, 320, "gelu"),
+    Shape(5000, 1008, 320, "gelu"),
 )
 SMOKE = (Shape(70, 48, 64, "silu"),)
 TILES = {
@@ -161,25 +161,28 @@ def forms(mode: str, compiles: bool) -> Iterator[tuple[str, Form]]:
             run = functools.partial(form, alone=alone)
             yield name + ", alone" * alone, torch.compile(run, dynamic=False) if compiles else run
     yield "gated", functools.partial(one_kernel, tile=None)
-    if compiles:
-        for name, tile in TILES.items():
-            yield name, functools.partial(one_kernel, tile=tile)
+    for name, tile in TILES.items() if compiles else ():
+        yield name, functools.partial(one_kernel, tile=tile)
+
+
+def error(found: tuple[Tensor, Tensor], expected: Tensor) -> float:
+    """The relative error of the first rows."""
+    q, scale = found
+    y = (q.double() * scale.double())[:_CHECKED_ROWS]
+    return float((y - expected).norm() / expected.norm())
 
 
 @torch.no_grad()
 def measure(shape: Shape, mode: str, device: torch.device, compiles: bool = True) -> dict[str, Any]:
-    """Microseconds and errors of all forms of a shape."""
+    """Microseconds of all forms of a shape, and their errors as multiples of the exact result's once it is INT8."""
     case = draw(shape, device)
     out_scale = case.out_scale if mode == "static" else None
     expected = exact(case)
-    if mode == "static":
-        expected = expected.clamp(-_LARGEST, _LARGEST)
+    least = error(quantized(expected, out_scale, False), expected)
     times: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, run in forms(mode, compiles):
-        q, scale = run(*case.operands(0), shape.activation, out_scale)
-        found = (q.double() * scale.double())[:_CHECKED_ROWS]
-        errors[name] = round(float((found - expected).norm() / expected.norm()), 5)
+        errors[name] = round(error(run(*case.operands(0), shape.activation, out_scale), expected) / least, 4)
         if compiles and errors[name] <= _TOLERANCE:
             inputs = [case.operands(i) for i in range(len(case.inputs))]
             calls = [functools.partial(run, *each, shape.activation, out_scale) for each in inputs]

@@ -99,7 +99,7 @@ def lower_float_linear(lowering: Lowering) -> None:
         b = frozen or _flat_scale(gm, inputs.before(node, call.weight), node)
         a = inputs.before(node, call.input)
         epilogue = find_epilogue(node)
-        insert_int8_linear(gm, call, a, b, epilogue, scales)
+        lowering.layers[insert_int8_linear(gm, call, a, b, epilogue, scales)] = name
         when = "once" if frozen else "at each call"
         operator_text = f"{epilogue.describe()} after dynamic_quantize, weight quantized {when}"
         reports.append(LayerReport(name, True, operator_text, ""))

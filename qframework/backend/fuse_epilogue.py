@@ -41,7 +41,8 @@ def fuse_epilogue(lowering: Lowering) -> None:
         if epilogue.end is not node:
             a, a_scale, b, b_scale = (argument(node, place, role) for place, role in enumerate(_OPERANDS))
             call = LinearCall(a, b, argument(node, 4, "bias"))
-            insert_int8_linear(gm, call, Quantized(a, a_scale), Quantized(b, b_scale), epilogue, lowering.scales)
+            node = insert_int8_linear(gm, call, Quantized(a, a_scale), Quantized(b, b_scale), epilogue, lowering.scales)
+        lowering.layers[node] = name
         lowering.reports.append(LayerReport(name, True, epilogue.describe(), ""))
 
 

@@ -11,8 +11,9 @@ To::
 
     x_int8 -> qframework::int8_gated_linear (w_gate, w_up, silu, [int8 out]) -> ...
 
-Any activation of ``int8_linear`` counts, in either half. Otherwise both results are written to memory, and read by a
-kernel of Inductor's, which takes a fifth of the time of a Llama's MLP.
+Any activation of ``int8_linear`` counts, in either half. Apart, both results are written to memory and read by a kernel
+of Inductor's: that takes 1.1 to 1.8 times as long (``other/2026-11-28-h100-gated-linear.json``; no other chip was
+measured).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from torch.fx import Node
 from qframework.backend.lowering import Lowering
 from qframework.backend.quantized_linear import may_be_contiguous, static_quantization
 from qframework.compat.dynamo import record_value, recorded_value
-from qframework.graph.nodes import activation_name, add_call, argument, fake_value, layer_name, operation
+from qframework.graph.nodes import activation_name, add_call, argument, fake_value, operation
 from qframework.graph.selections import selection
 from qframework.graph.shapes import same, same_shape, traced_size
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.arguments import Int8LinearArguments
-from qframework.kernels.linear.tiles import gated_tile
-from qframework.kernels.runtime.chip import capability_of, chip_of
+from qframework.kernels.linear.tile import MAX_FEW_ROWS
+from qframework.kernels.runtime.chip import capability_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 _ours = torch.ops.qframework
@@ -43,6 +44,7 @@ aten = torch.ops.aten
 _INT8_LINEAR = (_ours.int8_linear.default, _ours.int8_linear)
 _ALIGNMENT = 16  # bytes, of rows that TMA addresses
 _DTYPES = (torch.float16, torch.bfloat16)
+_ROWS_OF_HALVES = 512  # from which both halves of one linear gain even if their product is then quantized per token
 
 
 class _Factor(NamedTuple):
@@ -196,18 +198,21 @@ def _quantize_behind(product: Node) -> Node | None:
 
 
 def _pays(found: _Gated) -> bool:
-    """Whether one kernel can compute the product, and is faster than two and Inductor's: on Hopper, for many rows."""
-    x, weight, result = (
-        fake_value(node) for node in (_call(found.gate.linear).a, _call(found.gate.linear).b, found.product)
-    )
+    """Whether one kernel can compute the product, and is faster: on Hopper, for more rows than others are made for.
+
+    Against two linears it is at any number of rows. Halves of one linear are one product already: few rows of them gain
+    nothing where another kernel quantizes the result per token.
+    """
+    call = _call(found.gate.linear)
+    x, weight, result = (fake_value(node) for node in (call.a, call.b, found.product))
     if x is None or weight is None or result is None or not HAS_GLUON or capability_of(x.device) != (9, 0):
         return False
-    columns, inputs = found.gate.stop - found.gate.start, traced_size(weight.shape[1])
-    size = 1 if found.quantize is not None else result.dtype.itemsize
-    if result.dtype not in _DTYPES or inputs % _ALIGNMENT or columns * size % _ALIGNMENT:
+    inputs, size = traced_size(weight.shape[1]), 1 if found.quantize is not None else result.dtype.itemsize
+    row = (found.gate.stop - found.gate.start) * size
+    if result.dtype not in _DTYPES or not inputs or inputs % _ALIGNMENT or row % _ALIGNMENT:
         return False
-    rows = math.prod(map(traced_size, x.shape[:-1]))
-    return gated_tile(rows, columns, inputs, chip_of(x.device)[1]) is not None
+    one = found.gate.linear is found.up.linear and found.quantize is None
+    return math.prod(map(traced_size, x.shape[:-1])) >= (_ROWS_OF_HALVES if one else MAX_FEW_ROWS + 1)
 
 
 def _is_possible(found: _Gated) -> bool:
@@ -264,7 +269,7 @@ def _report(found: _Gated, lowering: Lowering) -> None:
     """Name the operator in the reports of its layers."""
     parts = [found.gate.activation] * (found.gate.activation != "none") + ["int8 out"] * (found.quantize is not None)
     name = "qframework::int8_gated_linear" + (f" ({', '.join(parts)})" if parts else "")
-    layers = {layer_name(factor.linear) for factor in (found.gate, found.up)}
+    layers = {lowering.layers.get(factor.linear) for factor in (found.gate, found.up)}
     for place, report in enumerate(lowering.reports):
         if report.name in layers:
             text = re.sub(r"qframework::int8_linear( \(.*?\))?", name, report.operator)

@@ -57,6 +57,7 @@ def lower_linear(lowering: Lowering) -> None:
         epilogue = find_epilogue(node)
         new = insert_int8_linear(lowering.gm, call, a, b, epilogue, lowering.scales)
         lowering.converted.add(new)
+        lowering.layers[new] = name
         reports.append(LayerReport(name, True, epilogue.describe(), calibration_notes(node)))
 
 

@@ -92,6 +92,7 @@ class Lowering:
         order: the position of each layer's first node.
         converted: the ``int8_linear`` nodes of layers that PT2E quantized. Their weights are tensors of one model: no
             other part of it runs the same code, as the blocks do that ``torch.compile`` compiles one by one.
+        layers: the name of the layer that each ``int8_linear`` computes.
         checks: called with the inputs of each call before the compiled graph runs.
     """
 
@@ -102,6 +103,7 @@ class Lowering:
     reports: list[LayerReport] = field(default_factory=list)
     order: dict[str, int] = field(default_factory=dict)
     converted: set[Node] = field(default_factory=set)
+    layers: dict[Node, str] = field(default_factory=dict)
     checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
 
     @classmethod

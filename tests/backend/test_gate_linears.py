@@ -14,7 +14,6 @@ import qframework
 from qframework.backend import gate_linears
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
-from qframework.kernels.linear.tile import PINGPONG
 
 _gated = torch.ops.qframework.int8_gated_linear.default
 _int8_linear = torch.ops.qframework.int8_linear.default
@@ -63,11 +62,11 @@ def slices(y):
 
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch):
-    """Whatever the device and the size, one kernel pays."""
+    """Whatever the device and the number of rows, one kernel pays."""
     monkeypatch.setattr(gate_linears, "HAS_GLUON", True)
     monkeypatch.setattr(gate_linears, "capability_of", lambda device: (9, 0))
-    monkeypatch.setattr(gate_linears, "chip_of", lambda device: ((9, 0), 132))
-    monkeypatch.setattr(gate_linears, "gated_tile", lambda *sizes: PINGPONG)
+    monkeypatch.setattr(gate_linears, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(gate_linears, "_ROWS_OF_HALVES", 1)
 
 
 def compiled(model, x, linear="int8_dynamic", **options):
@@ -179,11 +178,7 @@ def test_a_sum_of_products_without_an_activation_is_gated_too():
 
 
 def test_only_where_it_pays(monkeypatch):
-    for name, value in (
-        ("gated_tile", lambda *sizes: None),
-        ("capability_of", lambda device: (8, 0)),
-        ("HAS_GLUON", False),
-    ):
+    for name, value in (("MAX_FEW_ROWS", 18), ("capability_of", lambda device: (8, 0)), ("HAS_GLUON", False)):
         with monkeypatch.context() as patch:
             patch.setattr(gate_linears, name, value)
             torch._dynamo.reset()
@@ -196,6 +191,16 @@ def test_only_where_it_pays(monkeypatch):
     assert count(compiled(converted(model, x), x, linear="off")[0], _gated) == 0
     torch._dynamo.reset()
     assert count(compiled(Gated(), torch.randn(2, 9, 32))[0], _gated) == 0  # float32
+
+
+def test_few_rows_of_halves(monkeypatch):
+    """They are one product already; only with the quantization in its epilogue is another kernel faster."""
+    monkeypatch.setattr(gate_linears, "_ROWS_OF_HALVES", 19)
+    model, x = half(Packed(chunk))
+    for linear, expected in (("int8_dynamic", 0), ("off", 1)):
+        gm = model if linear == "int8_dynamic" else converted(model, x)
+        assert count(compiled(gm, x, linear)[0], _gated) == expected
+        torch._dynamo.reset()
 
 
 class Writes(nn.Module):

@@ -139,7 +139,7 @@ def write_result(x: Int8GatedLinearArguments, out: Tensor, tile: Tile) -> None:
 
 
 def tile_of(x: Int8GatedLinearArguments, out: Tensor, device: torch.device) -> Tile | None:
-    """The tile of Hopper's kernel; None where it cannot compute the call, or two products are faster."""
+    """The tile of Hopper's kernel; None where it cannot compute the call."""
     if not HAS_GLUON or device.type != "cuda" or out.dtype.itemsize > 2 or not out.numel():
         return None
     capability, processors = chip_of(device)
