@@ -268,3 +268,53 @@ def test_symbolic_rows():
     gm, y = compiled(model, x)
     assert _gated in targets(gm)
     assert error(y, model(x)) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["static", "frozen", "weights at each call"])
+@pytest.mark.parametrize("kind", ["two", "one"])
+def test_on_a_gpu(kind, mode, monkeypatch):
+    """As close to the float model as two linears are, in plain calls, in CUDA graphs, and for few rows."""
+    torch.manual_seed(0)
+    model = (Gated(bias=True) if kind == "two" else Packed(chunk)).half().eval().cuda()
+    x = torch.randn(6, 100, 32, device="cuda", dtype=torch.float16)
+    source = converted(model, x) if mode == "static" else model
+    options = {"linear": "off"} if mode == "static" else {"linear": "int8_dynamic", "freeze_weights": mode == "frozen"}
+    found, replace = [], gate_linears._replace
+
+    def note(gated, lowering):
+        found.append(gated)
+        replace(gated, lowering)
+
+    def compile(**more):
+        torch._dynamo.reset()
+        return torch.compile(copy.deepcopy(source), backend="qframework", options={**options, **more}, dynamic=False)
+
+    monkeypatch.setattr(gate_linears, "_replace", note)
+    with torch.no_grad():
+        gated = compile()
+        results = [gated(x) for _ in range(4)]  # the later ones are replays
+        assert all(torch.equal(each, results[0]) for each in results)
+        graphed = compile(**{"triton.cudagraphs": True})
+        for _ in range(4):  # warm up, record, replay
+            assert torch.equal(graphed(x), results[0])
+        assert len(found) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(gate_linears, "capability_of", lambda device: (8, 0))
+            apart = compile()(x)
+        assert len(found) == 2
+        assert error(results[0], model(x)) < 1.05 * error(apart, model(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_symbolic_rows_on_a_gpu(mode):
+    """Compiled for many rows, called with few, for which other kernels are made."""
+    model, x = half(Gated(bias=True))
+    model, x = model.cuda(), x.cuda().repeat(8, 1, 1)
+    source = converted(model, x) if mode == "static" else model
+    options = {"linear": "off" if mode == "static" else "int8_dynamic"}
+    with torch.no_grad():
+        compiled = torch.compile(source, backend="qframework", options=options, dynamic=True)
+        for rows in (16, 3, 16, 2):
+            assert error(compiled(x[:rows]), model(x[:rows])) < 0.1
