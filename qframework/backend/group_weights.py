@@ -94,4 +94,5 @@ def _quantize_together(gm: GraphModule, nodes: list[Node], before: Node) -> None
             for item in list(node.users):
                 item.replace_all_uses_with(alone[item.args[1]])  # type: ignore[index]
                 gm.graph.erase_node(item)
-            gm.graph.erase_node(node)
+    for node in nodes:  # at the end: the first may be the one before which all others are inserted
+        gm.graph.erase_node(node)

@@ -68,6 +68,15 @@ def test_activations_are_not_grouped():
     assert (count(gm, _together), count(gm, _alone)) == (1, 1)
 
 
+def test_a_model_that_begins_with_a_linear():
+    """Its first operation is the quantization of a weight, which goes."""
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 48)).eval(), example()
+    gm, inputs = grouped(model, x)
+    assert count(gm, _together) == 1
+    with torch.no_grad():
+        assert numerics.sqnr_db(model(x), gm(*inputs)[0]) > 30
+
+
 def test_a_weight_that_forward_writes_is_quantized_where_it_is_read():
     class Written(nn.Linear):
         def forward(self, x):
