@@ -12,8 +12,8 @@ To::
     x_int8 -> qframework::int8_gated_linear (w_gate, w_up, silu, [int8 out]) -> ...
 
 Any activation of ``int8_linear`` counts, in either half. Apart, both results are written to memory and read by a kernel
-of Inductor's: that takes 1.1 to 1.8 times as long (``other/2026-11-28-h100-gated-linear.json``; no other chip was
-measured).
+of Inductor's: two linears take 1.2 to 1.9 times as long where the result is INT8, and 1.0 to 1.5 times where it is
+quantized per token behind them (``other/2026-11-28-h100-gated-linear.json``). No other chip was measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from qframework.graph.shapes import same, same_shape, traced_size
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.tile import MAX_FEW_ROWS
-from qframework.kernels.runtime.chip import capability_of
+from qframework.kernels.linear.tiles import gated_tile
+from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 _ours = torch.ops.qframework
@@ -200,8 +201,8 @@ def _quantize_behind(product: Node) -> Node | None:
 def _pays(found: _Gated) -> bool:
     """Whether one kernel can compute the product, and is faster: on Hopper, for more rows than others are made for.
 
-    Against two linears it is at any number of rows. Halves of one linear are one product already: few rows of them gain
-    nothing where another kernel quantizes the result per token.
+    With the quantization behind it, it always is. A result in 16 bit is written and read again: that is no faster than
+    two linears whose product the quantization reads, where the linears take long, nor than one linear of few rows.
     """
     call = _call(found.gate.linear)
     x, weight, result = (fake_value(node) for node in (call.a, call.b, found.product))
@@ -211,8 +212,13 @@ def _pays(found: _Gated) -> bool:
     row = (found.gate.stop - found.gate.start) * size
     if result.dtype not in _DTYPES or not inputs or inputs % _ALIGNMENT or row % _ALIGNMENT:
         return False
-    one = found.gate.linear is found.up.linear and found.quantize is None
-    return math.prod(map(traced_size, x.shape[:-1])) >= (_ROWS_OF_HALVES if one else MAX_FEW_ROWS + 1)
+    rows = math.prod(map(traced_size, x.shape[:-1]))
+    if rows <= MAX_FEW_ROWS or found.quantize is not None:
+        return rows > MAX_FEW_ROWS
+    if found.gate.linear is found.up.linear:
+        return rows >= _ROWS_OF_HALVES
+    tile = gated_tile(rows, row // size, inputs, chip_of(x.device)[1], int8=False)
+    return tile.specialized != "cooperative"
 
 
 def _is_possible(found: _Gated) -> bool:

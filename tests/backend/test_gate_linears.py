@@ -14,6 +14,7 @@ import qframework
 from qframework.backend import gate_linears
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
+from qframework.kernels.linear.tile import COOPERATIVE
 
 _gated = torch.ops.qframework.int8_gated_linear.default
 _int8_linear = torch.ops.qframework.int8_linear.default
@@ -65,6 +66,7 @@ def _on_hopper(monkeypatch):
     """Whatever the device and the number of rows, one kernel pays."""
     monkeypatch.setattr(gate_linears, "HAS_GLUON", True)
     monkeypatch.setattr(gate_linears, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(gate_linears, "chip_of", lambda device: ((9, 0), 132))
     monkeypatch.setattr(gate_linears, "MAX_FEW_ROWS", 0)
     monkeypatch.setattr(gate_linears, "_ROWS_OF_HALVES", 1)
 
@@ -191,6 +193,15 @@ def test_only_where_it_pays(monkeypatch):
     assert count(compiled(converted(model, x), x, linear="off")[0], _gated) == 0
     torch._dynamo.reset()
     assert count(compiled(Gated(), torch.randn(2, 9, 32))[0], _gated) == 0  # float32
+
+
+@pytest.mark.parametrize(("kind", "gated"), [("two", 0), ("one", 1), ("static", 1)])
+def test_two_large_linears_stay_apart(kind, gated, monkeypatch):
+    """Unless the result is INT8: in 16 bit it would be written and read again."""
+    monkeypatch.setattr(gate_linears, "gated_tile", lambda *sizes, **result: COOPERATIVE)
+    model, x = half(Packed(chunk) if kind == "one" else Gated())
+    gm = converted(model, x) if kind == "static" else model
+    assert count(compiled(gm, x, "off" if kind == "static" else "int8_dynamic")[0], _gated) == gated
 
 
 def test_few_rows_of_halves(monkeypatch):

@@ -15,12 +15,13 @@ import torch
 
 from qframework.kernels import int8_linear as _public  # noqa: F401  (registers the operators)
 from qframework.kernels.linear import hopper as specialized
+from qframework.kernels.linear import hopper_gated
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
 from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
 from qframework.kernels.linear.tile_candidates import candidates
-from qframework.kernels.linear.tiles import choose_tile
+from qframework.kernels.linear.tiles import GATED, choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
 from qframework.kernels.runtime.launch import OPTIONS
@@ -358,3 +359,35 @@ def test_tiles_fill_the_chip(m, capability):
     assert tile.block_k <= 768
     if m == 50432:
         assert tile.block_m == 128
+
+
+@pytest.mark.sample(1 / 3)
+@pytest.mark.parametrize("single", [False, True], ids=["any number of tiles", "one tile"])
+@pytest.mark.parametrize("out", ["fp16", "i8"])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("tile", [*GATED, COOPERATIVE], ids=lambda tile: f"{tile.specialized} {tile.block_n}")
+def test_gated(tile, activation, out, single, tmp_path):
+    """Both halves of a product stay in registers, and the products of both warpgroups run beside their epilogues."""
+    columns = tile.block_n // 2
+    constants = {
+        "A_SCALE": "row",
+        "B_PER_CHANNEL": True,
+        "ACTIVATION": activation,
+        "HAS_BIAS": True,
+        "QUANTIZES": out == "i8",
+        "ZERO_POINT": out == "i8",
+        **tile_constants(tile, tile.block_k, "grid" if single else "persistent"),
+    }
+    floats = ("a_scale", "gate_scale", "up_scale", "out_scale")
+    types = {f"{name}_ptr": "*fp32" for name in floats} | dict.fromkeys(("gate_bias_ptr", "up_bias_ptr"), "*fp16")
+    types |= {"zero_point_ptr": "*i32"} | dict.fromkeys(("M", "N", "K", "PA"), "i32")
+    types |= {"a_desc": described("i8", tile.block_m, tile.block_k)}
+    types |= dict.fromkeys(("gate_desc", "up_desc"), described("i8", columns, tile.block_k))
+    types |= {"out_desc": described(out, specialized.ROWS, columns)}
+    compiled = compile_for("sm_90", hopper_gated.kernel, types, constants, num_warps=4, num_stages=tile.num_stages)
+    assert stack_bytes(compiled, tmp_path) <= MAX_STACK
+    assert not serializes_wgmma(compiled, tmp_path)
+    working = 1 if single and tile.specialized == "pingpong" else 2
+    assert compiled.asm["ptx"].count("wgmma.mma_async") == working * 2 * 4, "for each accumulator, four products of 32"
+    assert compiled.asm["ptx"].count("ld.shared") <= 1, "halves change no threads"
+    assert compiled.metadata.shared <= 227 * 1024
