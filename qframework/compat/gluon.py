@@ -23,6 +23,11 @@ with explained():
     _old_barrier = not hasattr(gl, "barrier") and hasattr(gl, "thread_barrier")
     barrier = gl.thread_barrier if _old_barrier else gl.barrier
     tma_store = tma.async_copy_shared_to_global if _old_store else tma.async_store
+    # Of memory that is shared by a program; public since Triton 3.9.
+    _old_reinterpret = not hasattr(gl.shared_memory_descriptor, "reinterpret")
+    reinterpret = (
+        gl.shared_memory_descriptor._reinterpret if _old_reinterpret else gl.shared_memory_descriptor.reinterpret
+    )
 
 __all__ = [
     "TensorDescriptor",
@@ -31,6 +36,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "reinterpret",
     "tma",
     "tma_load",
     "tma_store",

@@ -381,6 +381,12 @@ _ROWS = (
         Name(f"{_HOPPER}.{name}", _NO_GLUON, _PLAIN_TRITON)
         for name in ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
     ),
+    Name(  # older: up to Triton 3.8
+        "triton.experimental.gluon.language.shared_memory_descriptor.reinterpret",
+        _NO_GLUON,
+        _PLAIN_TRITON,
+        older="_reinterpret",
+    ),
     Name("triton.experimental.gluon.language.barrier", _NO_GLUON, _PLAIN_TRITON, older="thread_barrier"),  # Triton 3.6
     *(
         Name(f"{_HOPPER}.tma.{name}", _NO_GLUON, _PLAIN_TRITON, older=older)  # older: Triton 3.6

@@ -78,7 +78,8 @@ def bound_at_import() -> list[Name]:
     found = []
     for name in needed():
         module = name.path.rpartition(".")[0].rpartition(".")[2]
-        of_a_module = module.islower() and module not in ("active", "aten", "assert_and_get_unique_device")
+        others = ("active", "aten", "assert_and_get_unique_device", "shared_memory_descriptor")  # no modules
+        of_a_module = module.islower() and module not in others
         cached = name.path.endswith("cache_clear")
         late = name.path.startswith(LATE) or name.path in LATE_NAMES
         if not (name.source or cached or late) and of_a_module:

@@ -14,7 +14,7 @@ from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
 if HAS_GLUON:
     from qframework.kernels.linear.hopper import load, multiply, place_of, produce, tiles_of_program
-    from qframework.kernels.runtime.gluon import fence_async_shared, gl, gluon, mbarrier, tma, tma_store
+    from qframework.kernels.runtime.gluon import fence_async_shared, gl, gluon, halves_of_rows, mbarrier, tma, tma_store
 
     @gluon.jit
     def _halves(acc, COLUMNS: gl.constexpr):
@@ -130,7 +130,7 @@ if HAS_GLUON:
         COLUMNS: gl.constexpr = BLOCK_N // 2
         a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
         b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], gate_desc.layout)
-        b_halves = b_stages._reinterpret(gl.int8, [STAGES * 2, COLUMNS, BLOCK_K], gate_desc.layout)
+        b_halves = halves_of_rows(b_stages)
         BUFFERS: gl.constexpr = 4 if PINGPONG else 2  # for results on their way
         out_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, COLUMNS], out_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

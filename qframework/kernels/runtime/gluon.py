@@ -24,6 +24,7 @@ if HAS_GLUON:
             gl,
             gluon,
             mbarrier,
+            reinterpret,
             tma,
             tma_load,
             tma_store,
@@ -45,6 +46,13 @@ if HAS_GLUON:
         wraps = slot == STAGES - 1
         return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
+    @gluon.jit
+    def halves_of_rows(stages):
+        """``(S, N, K)`` of shared memory as ``(2 S, N / 2, K)``, in the same layout."""
+        return reinterpret(
+            stages, stages.dtype, [stages.shape[0] * 2, stages.shape[1] // 2, stages.shape[2]], stages.layout
+        )
+
 
 __all__ = [
     "HAS_GLUON",
@@ -53,6 +61,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "halves_of_rows",
     "mbarrier",
     "next_stage",
     "tma",
