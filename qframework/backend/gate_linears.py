@@ -98,7 +98,7 @@ def _factor(operand: Node) -> _Factor | None:
     chain, node = [operand], operand
     activation = activation_name(node) or "none"
     if activation != "none":
-        node = node.args[0]  # type: ignore[assignment]
+        (node,) = node.all_input_nodes
         chain.append(node)
     part = _part(node)
     if part is not None:

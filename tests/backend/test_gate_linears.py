@@ -98,7 +98,11 @@ def error(y, expected):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["weights at each call", "frozen"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", [F.silu, F.gelu, F.relu, lambda x: F.gelu(x, approximate="tanh")])
+@pytest.mark.parametrize(
+    "activation",
+    [F.silu, F.gelu, F.relu, lambda x: F.gelu(x, approximate="tanh"), lambda x: F.silu(input=x)],
+    ids=["silu", "gelu", "relu", "gelu_tanh", "by its keyword"],
+)
 def test_two_linears(activation, bias, frozen):
     model, x = half(Gated(activation, bias))
     gm, y = compiled(model, x, freeze_weights=frozen)

@@ -111,6 +111,7 @@ def _rounded(x: Int8GatedLinearArguments, y: Tensor) -> Tensor:
 def int8_gated_linear_triton(x: Int8GatedLinearArguments) -> Tensor:
     """``int8_gated_linear`` on a GPU."""
     check_device(x.a.device)
+    x.product("gate").check_scales()
     out = x.empty_result()
     tile = tile_of(x, out, x.a.device)
     if tile is not None:

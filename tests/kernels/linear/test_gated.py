@@ -151,6 +151,12 @@ def test_a_call_on_hopper_is_one_kernel():
     assert len([event for event in profile.events() if event.device_type.name == "CUDA"]) == 1 if hopper else 4
 
 
+def test_scales_of_other_rows_are_refused(run, case):
+    a, _, *rest = case((2, 40, 64), 48)
+    with pytest.raises(QFrameworkError, match="a_scale must have shape"):
+        run(a, torch.ones(41, 1, device=a.device), *rest, "silu")
+
+
 def test_refused():
     a, a_scale, gate, gate_scale, _, up, up_scale, _ = make_case(torch.device("cpu"), (8, 32), 16)
     run = torch.ops.qframework.int8_gated_linear
