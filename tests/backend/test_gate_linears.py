@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -150,6 +151,11 @@ class Refused(nn.Module):
             "other input": lambda: F.silu(self.gate(x + 1)) * up,
             "twice an activation": lambda: gate * F.silu(up),
             "same half": lambda: F.silu(left) * left + right,
+            "two of three alone": lambda: F.silu(thirds[0]) * thirds[1],
+            "uneven parts": lambda: F.silu(self.both(x)[..., :1]) * self.both(x)[..., 1:49],
+            "two activations in a row": lambda: F.relu(gate) * up,
+            "an activation of both halves": lambda: math.prod(F.silu(self.both(x)).chunk(2, -1)),
+            "a residual": lambda: (self.gate(x) + F.pad(x, (0, 16))) * up,
             "two of three": lambda: F.silu(thirds[0]) * thirds[1] + thirds[2],
             "the other half elsewhere": lambda: F.silu(left) * right + right,
             "a number": lambda: gate * 2.0,
@@ -165,8 +171,22 @@ class Refused(nn.Module):
 @pytest.mark.parametrize(
     "kind",
     [
+        *(
+            "two of three alone",
+            "uneven parts",
+            "two activations in a row",
+            "an activation of both halves",
+            "a residual",
+        ),
         *("other reader", "other input", "twice an activation", "same half", "two of three", "a number", "itself"),
-        *("the other half elsewhere", "one bias", "another shape", "another activation", "a float linear"),
+        *(
+            "the other half elsewhere",
+            "one bias",
+            "another shape",
+            "another activation",
+            "a float linear",
+            "a residual",
+        ),
     ],
 )
 def test_what_is_no_gated_mlp(kind):
@@ -197,6 +217,22 @@ def test_only_where_it_pays(monkeypatch):
     assert count(compiled(converted(model, x), x, linear="off")[0], _gated) == 0
     torch._dynamo.reset()
     assert count(compiled(Gated(), torch.randn(2, 9, 32))[0], _gated) == 0  # float32
+
+
+class TwoInputs(Gated):
+    """Static scales of both inputs are one number."""
+
+    def forward(self, x):
+        return self.activation(self.gate(x)) * self.up(x.flip(1))
+
+
+def test_two_inputs_of_one_scale():
+    model, x = half(TwoInputs())
+    gm, y = compiled(converted(model, x), x, "off")
+    assert (count(gm, _gated), count(gm, _int8_linear)) == (0, 2)
+    scales = [node.args[1] for node in gm.graph.find_nodes(op="call_function", target=_int8_linear)]
+    assert scales[0] is scales[1]
+    assert error(y, model(x)) < 0.05
 
 
 @pytest.mark.parametrize(("kind", "gated"), [("two", 0), ("one", 1), ("static", 1)])
