@@ -2,17 +2,20 @@
 
 No observer is the best for every layer: clipping helps one whose outliers carry nothing, and ruins one whose outliers
 are the tokens in which a vision transformer keeps global information. Mean squared errors of the layers themselves do
-not tell which is which. Here the float model runs once. At each group of linears that read one tensor, it is run to the
-end from there, with the group's input quantized with each candidate, and the output is compared with the float output::
+not tell which is which. What counts is the error of the model's output if a group of linears that read one tensor, and
+nothing else, has its input quantized with a candidate::
 
     e(group, candidate) = |output - float output|^2 / |float output|^2
 
+Gradients estimate it for all groups and candidates at once (output_gradients.py), for up to 32 examples, since errors
+differ a lot between examples. Where there are none, the float model is run to the end from each group, for 4 examples.
+
 The candidates are the configured observer, min-max, the 99.99th percentile, the least mean squared error and, where the
-range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Errors
-come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
-found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
-the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget, or
-their layers stay in float, which removes all of their error (layer_costs.py says at what cost).
+range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Scales
+come from all batches but the first, errors from all if ranges have margins, else from the first: a range that fits only
+the data it was found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input
+of ``fc2`` in the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a
+budget, or their layers stay in float, which removes all of their error (layer_costs.py says at what cost).
 
 Where channels were scaled to equal ranges, each of them ends where calibration data did, and other data exceeds many:
 clipping then makes more error than rounding. A margin for ranges from extremes is found by the error of the layer's own

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -117,6 +118,8 @@ def _group_errors(
         gradients = [back[node] @ run.weights[node] for node in linears if node in back]
         for name, each in wrong.items():
             effect = sum(float((gradient * each).double().sum()) for gradient in gradients)
+            if not math.isfinite(effect):
+                raise RuntimeError("gradients hold NaN or infinity")
             errors[name] += effect**2 / tokens / len(backs)
     return errors
 
