@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from qframework.backend.block_layouts import make_rows_contiguous
 from qframework.backend.group_weights import reads_grouped_weight
 from qframework.backend.lowering import Lowering
 from qframework.compat import pytree
@@ -88,13 +89,10 @@ def outline(gm: GraphModule, behind_floats: bool = False) -> int:
 
     Blocks without an INT8 layer are cut ``behind_floats``, or stay.
     """
-    calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
-    kinds = _numbered([_kind(node) for node in calls])
-    repeat = longest_repeat(kinds)
-    if repeat.saved < _LEAST_SAVED or (cut := _at_the_best_cut(repeat, calls, kinds, behind_floats)) is None:
-        return 0
-    blocks = _alike(cut.stretches(calls))
-    if len(blocks) < 2 or len(blocks[0]) * (len(blocks) - 1) < _LEAST_SAVED:
+    blocks = _repeated(gm, behind_floats)
+    if blocks and make_rows_contiguous(gm, blocks[0]):
+        blocks = _repeated(gm, behind_floats)
+    if not blocks:
         return 0
     name = _free_name(gm, "repeated_block")
     for number, block in enumerate(blocks):
@@ -104,6 +102,19 @@ def outline(gm: GraphModule, behind_floats: bool = False) -> int:
     gm.graph.lint()
     gm.recompile()
     return len(blocks)
+
+
+def _repeated(gm: GraphModule, behind_floats: bool) -> list[list[Node]]:
+    """The nodes of each block that can be outlined; empty if there are none, or if outlining saves too little."""
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    kinds = _numbered([_kind(node) for node in calls])
+    repeat = longest_repeat(kinds)
+    if repeat.saved < _LEAST_SAVED or (cut := _at_the_best_cut(repeat, calls, kinds, behind_floats)) is None:
+        return []
+    blocks = _alike(cut.stretches(calls))
+    if len(blocks) < 2 or len(blocks[0]) * (len(blocks) - 1) < _LEAST_SAVED:
+        return []
+    return blocks
 
 
 # Repeats ---------------------------------------------------------------------------------------------------------

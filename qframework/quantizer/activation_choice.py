@@ -2,17 +2,20 @@
 
 No observer is the best for every layer: clipping helps one whose outliers carry nothing, and ruins one whose outliers
 are the tokens in which a vision transformer keeps global information. Mean squared errors of the layers themselves do
-not tell which is which. Here the float model runs once. At each group of linears that read one tensor, it is run to the
-end from there, with the group's input quantized with each candidate, and the output is compared with the float output::
+not tell which is which. What counts is the error of the model's output if a group of linears that read one tensor, and
+nothing else, has its input quantized with a candidate::
 
     e(group, candidate) = |output - float output|^2 / |float output|^2
 
+Gradients estimate it for all groups and candidates at once (output_gradients.py), for up to 32 examples, since errors
+differ a lot between examples. Where there are none, the float model is run to the end from each group, for 4 examples.
+
 The candidates are the configured observer, min-max, the 99.99th percentile, the least mean squared error and, where the
-range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Errors
-come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
-found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
-the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget, or
-their layers stay in float, which removes all of their error (layer_costs.py says at what cost).
+range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Scales
+come from all batches but the first, errors from all if ranges have margins, else from the first: a range that fits only
+the data it was found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input
+of ``fc2`` in the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a
+budget, or their layers stay in float, which removes all of their error (layer_costs.py says at what cost).
 
 Where channels were scaled to equal ranges, each of them ends where calibration data did, and other data exceeds many:
 clipping then makes more error than rounding. A margin for ranges from extremes is found by the error of the layer's own
@@ -54,6 +57,7 @@ from qframework.quantizer.output_error import (
     relative_error,
     typical_error,
 )
+from qframework.quantizer.output_gradients import errors_by_gradients
 from qframework.quantizer.quantizer import QFrameworkQuantizer, keep_in_float, layer_name, override_config
 
 _PERCENTILE = 99.99
@@ -195,7 +199,9 @@ def choose_activations(
     if margins and judged:
         _widen(exported, groups, fitted, first_examples(exported, judged, 2 * _EXAMPLES), reach)
     example = first_examples(exported, judged or fitted, _EXAMPLES)
-    _measure(exported, groups, example, device, dynamic=dynamic_share > 0)
+    # ranges with margins hardly clip the data that they come from, so that it may judge them as well
+    examples = [*judged, *fitted] if margins and judged else judged or fitted
+    _measure(exported, groups, example, examples, device, dynamic=dynamic_share > 0)
     propose = functools.partial(_proposal, groups, dynamic_share, float_layers)
     proposals = [propose(allowed)]
     if judge is None:
@@ -389,16 +395,50 @@ def _best_margin(rows: Tensor, weights: list[Tensor], narrow: Parameters, margin
 
 @torch.no_grad()
 def _measure(
-    exported: GraphModule, groups: list[_Group], example: list[Any], device: str | None, *, dynamic: bool
+    exported: GraphModule,
+    groups: list[_Group],
+    example: list[Any],
+    data: Iterable[Batch],
+    device: str | None,
+    *,
+    dynamic: bool,
 ) -> None:
-    """Sets prices, and the errors at the output of each group with each of its candidates, and dynamic on request."""
-    expected = floats(Run(exported).start(example).finish({}))
+    """Sets prices, and the errors at the output of each group with each of its candidates, and dynamic on request.
+
+    Candidates come from ``example``; errors from ``data``, or where there are no gradients from ``example`` as well.
+    """
     run = Run(exported).start(example)
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         x = run.value(group.input)
         group.rows, group.costs = x.numel() // max(group.width, 1), costs_for(device, x)
-        candidates = _promising(x, group.parameters)
+        group.parameters = _promising(x, group.parameters)
+    turns = dynamic and any(group.turns for group in groups)  # fitted to an example, which takes too long for each
+    changes = [(group.linears, _changes(group, dynamic)) for group in groups]
+    found = None if turns else errors_by_gradients(exported, data, changes)
+    if found is None:
+        _measure_by_runs(exported, groups, example, dynamic=dynamic)
+        return
+    for group, errors in zip(groups, found, strict=True):
+        group.errors = errors
+
+
+def _changes(group: _Group, dynamic: bool) -> Callable[[Tensor], dict[str, Tensor]]:
+    def changed(x: Tensor) -> dict[str, Tensor]:
+        found = {name: fake_quantized(x, each) for name, each in group.parameters.items()}
+        return found | ({"dynamic": _per_token(x)} if dynamic else {})
+
+    return changed
+
+
+def _measure_by_runs(exported: GraphModule, groups: list[_Group], example: list[Any], *, dynamic: bool) -> None:
+    """The rest of the model runs for each candidate."""
+    expected = floats(Run(exported).start(example).finish({}))
+    run = Run(exported).start(example)
+    for group in sorted(groups, key=lambda group: group.linears[0]):
+        run.advance(group.linears[0])
+        x = run.value(group.input)
+        candidates = {name: fake_quantized(x, each) for name, each in group.parameters.items()}
         if dynamic:
             candidates["dynamic"] = _dynamic(run, group, x)
         for name, value in candidates.items():
@@ -418,15 +458,11 @@ def _dynamic(run: Run, group: _Group, x: Tensor) -> Tensor:
     return Transform.fit(x.reshape(-1, group.width), weights).fake_quantized(x)
 
 
-def _promising(x: Tensor, parameters: dict[str, Parameters]) -> dict[str, Tensor]:
-    """``x`` quantized with each candidate, without clipping that typical tokens do not gain from.
-
-    Each costs a run of the rest of the model.
-    """
-    values = {name: fake_quantized(x, each) for name, each in parameters.items()}
-    errors = {name: typical_error([value], [x]) for name, value in values.items()}
+def _promising(x: Tensor, parameters: dict[str, Parameters]) -> dict[str, Parameters]:
+    """The candidates without clipping that typical tokens of ``x`` do not gain from."""
+    errors = {name: typical_error([fake_quantized(x, each)], [x]) for name, each in parameters.items()}
     enough = (1 - _GAIN / 2) * errors[""]
-    return {name: value for name, value in values.items() if name not in _OBSERVERS or errors[name] < enough}
+    return {name: each for name, each in parameters.items() if name not in _OBSERVERS or errors[name] < enough}
 
 
 def _linear(run: Run, node: Node, x: Tensor) -> Tensor:

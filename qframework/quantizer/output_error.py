@@ -154,7 +154,7 @@ def first_examples(exported: GraphModule, data: Iterable[Batch], count: int = _E
     if batch is None:
         raise CalibrationError("Recipe: data must have at least one batch, got none")
     inputs = flat_inputs(exported, batch, 0)
-    if not _takes_any_number(exported):
+    if not takes_any_number(exported):
         return inputs
     return [each[:count] if isinstance(each, Tensor) and each.dim() > 0 else each for each in inputs]
 
@@ -170,7 +170,7 @@ def held_out(exported: GraphModule, data: Iterable[Batch], batches: int | None) 
         return taken[:1], taken[1:]
     batch = dict(taken[0]) if isinstance(taken[0], Mapping) else taken[0]
     sizes = {each.shape[0] if each.dim() else 0 for each in pytree.tree_leaves(batch) if isinstance(each, Tensor)}
-    if len(sizes) != 1 or max(sizes) < 2 or not _takes_any_number(exported):
+    if len(sizes) != 1 or max(sizes) < 2 or not takes_any_number(exported):
         return [], taken
     half = max(sizes) // 2
     first = pytree.tree_map_only(Tensor, lambda each: each[:half], batch)
@@ -178,7 +178,7 @@ def held_out(exported: GraphModule, data: Iterable[Batch], batches: int | None) 
     return [first], [rest]
 
 
-def _takes_any_number(exported: GraphModule) -> bool:
+def takes_any_number(exported: GraphModule) -> bool:
     """Whether the first dimension of every input may vary."""
     fakes = [fake_value(node) for node in exported.graph.find_nodes(op="placeholder")]
     tensors = [fake for fake in fakes if fake is not None and fake.dim() > 0]
@@ -235,11 +235,18 @@ def token_errors(actual: list[Tensor], expected: list[Tensor]) -> Tensor:
     """
     found = []
     for a, b in zip(actual, expected, strict=True):
-        rows = (-1, b.shape[-1] if b.dim() else 1)
-        wrong, size = ((x.double().reshape(rows)).square().sum(1) for x in (a.double() - b.double(), b))
+        size = token_sizes(b)
+        wrong = (a.double() - b.double()).reshape(size.numel(), -1).square().sum(1)
         kept = size > 0
-        found += [wrong[kept] / size[kept].clamp(min=_SMALLEST_TOKEN * float(size[kept].mean()))] if kept.any() else []
+        found += [wrong[kept] / size[kept]] if kept.any() else []
     return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+
+
+def token_sizes(expected: Tensor) -> Tensor:
+    """What the squared error of each token of an output is relative to, ``(n,)`` float64; 0 for tokens of zeros."""
+    size = expected.double().reshape(-1, expected.shape[-1] if expected.dim() else 1).square().sum(1)
+    kept = size > 0
+    return size.clamp(min=_SMALLEST_TOKEN * float(size[kept].mean())) * kept if kept.any() else size
 
 
 def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:

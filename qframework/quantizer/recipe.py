@@ -102,8 +102,8 @@ class Recipe(JsonConfig):
             (qframework/quantizer/activation_choice.py).
         zero_points: give a static input a zero point where its range is lopsided, as behind GELU, and that reduces the
             error of the model's output. Costs an addition in the layer before; all else is symmetric.
-        margins: widen ranges from extremes, by a fifth or more, chosen by the error of the layer's output on data that
-            they do not come from. Costs nothing at run time.
+        margins: widen ranges from extremes, those of linears by a fifth or more, chosen by the error of the layer's
+            output on data that they do not come from. Costs nothing at run time.
         reach: let ``channel_scales`` give each channel of a static input the room that its largest values in single
             examples suggest (qframework/quantizer/channel_statistics.py), and margins start from that. Costs nothing at
             run time.

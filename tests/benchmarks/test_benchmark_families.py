@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks import families, report, report_families
 from benchmarks.families_cases import FAMILIES, SMOKE, _build_transformers, _enlarge_tiny
-from benchmarks.harness import Record, Results
+from benchmarks.harness import Record, Results, WrongResultError
 from qframework.numerics import sqnr_db
 
 TRANSFORMERS = [name for name, family in FAMILIES.items() if family.build.func is _build_transformers]
@@ -50,6 +50,47 @@ def test_batch_1_adds_cuda_graphs():
     graphs = {plan.batch for plan in plans if plan.provider.endswith("graphs")}
     assert graphs == {1}
     assert {plan.batch for plan in plans} == {1, FAMILIES["gpt2"].batch}
+
+
+class Heads(nn.Module):
+    """A layer that mixes heads, which is too small for INT8 with many rows, beside another or not."""
+
+    def __init__(self, wide: int | None = None) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.wide = nn.Identity() if wide is None else nn.Linear(8, wide)
+
+    def forward(self, x):
+        return self.wide(self.mix(x))
+
+
+@pytest.mark.parametrize(("wide", "expected"), [(None, True), (512, False)])
+def test_a_dynamic_model_may_be_left_in_float(wide, expected, fresh_dynamo):
+    options = {"linear": "int8_dynamic", "freeze_weights": True}
+    forward = torch.compile(Heads(wide).eval(), backend="qframework", options=options)
+    assert families.left_in_float(forward, (torch.randn(4096, 8),)) is expected
+
+
+@pytest.mark.parametrize("wide", [None, 512])
+def test_a_model_that_is_left_in_float_is_as_exact_as_float(wide, monkeypatch, fresh_dynamo):
+    """Its record says so; one that is quantized must not be as exact."""
+    family = families.Family("heads", "", 4096, lambda smoke: Heads(wide).eval(), lambda *_: (torch.randn(4096, 8),))
+    monkeypatch.setitem(families.FAMILIES, "heads", family)
+    exact = {"sqnr_db": 70.0, "worst_sqnr_db": 70.0, "error": 1e-4}
+
+    def check_three(forward, inputs, output, reference, provider):
+        if provider.precision == "int8":
+            raise WrongResultError("too exact for int8", 1e-4)
+        assert provider.precision == "float16"
+        return exact
+
+    monkeypatch.setattr(families, "check_three", check_three)
+    check = families.Measurement(families.Plan("heads", 4096, "qframework_dynamic_frozen", "cpu")).check
+    if wide is None:
+        assert check().sqnr_db == 70.0
+    else:
+        with pytest.raises(WrongResultError, match="too exact"):
+            check()
 
 
 def test_batch_1_alone():

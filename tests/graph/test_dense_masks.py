@@ -1,4 +1,4 @@
-"""Masks of PyTorch's attention become contiguous along the keys, once for all calls, and nothing else changes."""
+"""Masks of PyTorch's attention become what its kernels read, once for all calls, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ STRIDED: dict[str, Mask] = {
     "expanded keys": lambda bias: bias[None, None, :, :1, 0].expand(1, 4, -1, 9),
     "bool": lambda bias: (bias.permute(2, 0, 1) > 0)[None],
     "transposed": lambda bias: bias.permute(2, 1, 0)[None].contiguous().transpose(-1, -2),
+}
+SHARED: dict[str, Mask] = {
+    "all heads": lambda bias: (bias[..., 0] > 0)[None, None],
+    "expanded heads": lambda bias: (bias[..., 0] > 0).expand(2, 4, 9, 9),
+    "expanded queries": lambda bias: (bias[:1, :, 0] > 0).expand(2, 1, 9, 9),
+    "a query without keys": lambda bias: ((bias[..., 0] > 0) & (torch.arange(9)[:, None] > 0))[None, None],
 }
 OTHERS: dict[str, Mask | None] = {
     "dense": lambda bias: bias.permute(2, 0, 1)[None].contiguous(),
@@ -52,7 +58,7 @@ def run(
         for node in gm.graph.nodes:
             if operation(node) == "scaled_dot_product_attention":
                 found.append(argument(node, 3, "attn_mask"))
-        found.append([node for node in gm.graph.nodes if operation(node) == "clone"])
+        found.append([node for node in gm.graph.nodes if operation(node) in ("clone", "masked_fill")])
         return gm.forward
 
     torch._dynamo.reset()
@@ -71,6 +77,39 @@ def test_a_strided_mask_is_copied_once(name: str) -> None:
     assert value.stride(-1) == 1
     assert part.shape[0] == 1, "the expanded dimension stays expanded"
     torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_bool_mask_of_several_calls_is_converted_once(name: str) -> None:
+    (first, second, copies), result, expected = run(SHARED[name])
+    assert first is second
+    assert len(copies) == 1
+    value, part = fake_value(first), fake_value(copies[0])
+    assert value is not None
+    assert part is not None
+    assert value.dtype == torch.float32
+    assert part.numel() == 81, "of what is expanded, the queries alone are not any more"
+    assert torch.equal(result, expected)
+
+
+def test_a_bool_mask_of_one_call_stays() -> None:
+    def attention(x: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    masks = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        make_masks_dense(gm)
+        masks.extend(
+            argument(node, 3, "attn_mask")
+            for node in gm.graph.nodes
+            if operation(node) == "scaled_dot_product_attention"
+        )
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(attention, backend=backend, fullgraph=True)(torch.randn(2, 4, 9, 16), torch.ones(9, 9).bool())
+    assert [mask.op for mask in masks] == ["placeholder"]
 
 
 def test_sizes_may_be_symbols() -> None:

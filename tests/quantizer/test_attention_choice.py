@@ -101,5 +101,4 @@ def test_attention_gets_a_margin_where_other_data_exceeds_its_ranges() -> None:
     narrow = [n.args[1] for n in plain.graph.nodes if "quantize_per_tensor" in str(n.target)]
     assert observed == pytest.approx([(1 + margin) * scale for scale in narrow], rel=1e-5)
     same = exported(Heads(1.0), x, dynamic_batch=True)
-    ((_, name),) = choose_heads(same, QUANTIZER, [x, x, x], heads=False, margins=True).items()
-    assert name == "+ 0.2"
+    assert choose_heads(same, QUANTIZER, [x, x, x], heads=False, margins=True) == {}
