@@ -28,8 +28,8 @@ import torch
 from torch.fx import Node
 
 from qframework.backend.lowering import Lowering
-from qframework.backend.quantized_linear import may_be_contiguous, static_quantization
-from qframework.compat.dynamo import record_value, recorded_value
+from qframework.backend.quantized_linear import static_quantization
+from qframework.compat.dynamo import recorded_value
 from qframework.graph.nodes import activation_name, add_call, argument, fake_value, operation
 from qframework.graph.selections import selection
 from qframework.graph.shapes import same, same_shape, traced_size
@@ -147,7 +147,7 @@ def _part_of_split(split: Node, index: object) -> _Part | None:
     if size is None or not isinstance(index, int) or not isinstance(how, (int, list, tuple)):
         return None
     parts = (torch.chunk if operation(split) == "chunk" else torch.split)(torch.empty(size, device="meta"), how)  # type: ignore[arg-type]
-    start = sum(len(part) for part in parts[: index % len(parts)])
+    start = sum(len(part) for part in parts[:index])
     return _Part(start, start + len(parts[index]), [split, source])  # type: ignore[list-item]
 
 
@@ -221,10 +221,9 @@ def _pays(found: _Gated) -> bool:
 
 
 def _is_possible(found: _Gated) -> bool:
-    """Whether the product has the shape of both operands, any strides, and operands that the graph does not write."""
+    """Whether the product has the shape of both operands, and the graph writes none of what they are computed from."""
     values = [fake_value(node) for node in (*found.product.all_input_nodes, found.product)]
-    same_shapes = all(x is not None and same_shape(x.shape, values[-1].shape) for x in values)  # type: ignore[union-attr]
-    if not same_shapes or not may_be_contiguous(found.product):
+    if not all(x is not None and same_shape(x.shape, values[-1].shape) for x in values):  # type: ignore[union-attr]
         return False
     chain = found.chain
     first = min(chain)
@@ -239,7 +238,7 @@ def _replace(found: _Gated, lowering: Lowering) -> None:
     end = found.product if found.quantize is None else found.quantize
     calls = [_call(factor.linear) for factor in (found.gate, found.up)]
     requantization: tuple[Any, ...]
-    value, requantization = recorded_value(end), (None, recorded_value(found.product).dtype, None)
+    requantization = None, recorded_value(found.product).dtype, None
     if found.quantize is not None:
         requantization = found.quantize.args[1], None, argument(found.quantize, 2, "zero_point")
     with end.graph.inserting_before(end):
@@ -249,7 +248,6 @@ def _replace(found: _Gated, lowering: Lowering) -> None:
         arguments = (calls[0].a, calls[0].a_scale, *parameters, found.gate.activation, *requantization)
         new = end.graph.call_function(_ours.int8_gated_linear.default, arguments)
     new.meta = dict(end.meta)
-    record_value(new, value.new_empty(value.shape))
     end.replace_all_uses_with(new)
     _report(found, lowering)
     for node in sorted(found.chain, reverse=True):

@@ -16,6 +16,7 @@ from qframework.backend import gate_linears
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.tile import COOPERATIVE
+from qframework.quantizer import static_int8
 
 _gated = torch.ops.qframework.int8_gated_linear.default
 _int8_linear = torch.ops.qframework.int8_linear.default
@@ -120,16 +121,43 @@ def test_halves_of_one_linear(part, gate_first):
     assert error(y, model(x)) < 0.02
 
 
+@pytest.mark.parametrize(("symmetric", "weight"), [(True, "per_channel"), (False, "per_channel"), (True, "per_tensor")])
 @pytest.mark.parametrize("model", [Gated(bias=True), Packed(chunk)], ids=["two", "one"])
-def test_static(model):
+def test_static(model, symmetric, weight):
     """The quantization behind the product is in the operator; so is its zero point."""
     model, x = half(copy.deepcopy(model))
-    graph, y = compiled(converted(model, x), x, linear="off")
+    graph, y = compiled(converted(model, x, static_int8(weight=weight, symmetric=symmetric)), x, linear="off")
     assert (count(graph, _gated), count(graph, _int8_linear)) == (1, 1)
     (node,) = graph.graph.find_nodes(op="call_function", target=_gated)
     assert node.args[9] is not None
+    assert (node.args[11] is None) == symmetric
     assert torch.ops.qframework.quantize.default not in [user.target for user in node.users]
     assert error(y, model(x)) < 0.1
+
+
+REFUSED = {
+    "other reader": lambda m, x: F.silu(m.gate(x)) * (up := m.up(x)) + up,
+    "other input": lambda m, x: F.silu(m.gate(x + 1)) * m.up(x),
+    "twice an activation": lambda m, x: F.silu(m.gate(x)) * F.silu(m.up(x)),
+    "two activations in a row": lambda m, x: F.relu(F.silu(m.gate(x))) * m.up(x),
+    "an activation of both halves": lambda m, x: math.prod(F.silu(m.both(x)).chunk(2, -1)),
+    "a residual": lambda m, x: (m.gate(x) + F.pad(x, (0, 16))) * m.up(x),
+    "same half": lambda m, x: F.silu((halves := m.both(x).chunk(2, -1))[0]) * halves[0] + halves[1],
+    "the other half elsewhere": lambda m, x: F.silu((halves := m.both(x).chunk(2, -1))[0]) * halves[1] + halves[1],
+    "halves of two linears": lambda m, x: F.silu(m.both(x).chunk(2, -1)[0]) * m.other(x).chunk(2, -1)[0],
+    "uneven parts": lambda m, x: (F.silu((y := m.both(x))[..., :1]) * y[..., 1:])[..., :48],
+    "halves of a batch": lambda m, x: F.silu((halves := m.gate(x).chunk(2, 0))[0]) * halves[1],
+    "the first two of three": lambda m, x: F.silu((thirds := m.third(x).chunk(3, -1))[0]) * thirds[1],
+    "the last two of three": lambda m, x: F.silu((thirds := m.third(x).chunk(3, -1))[1]) * thirds[2],
+    "the outer two of three": lambda m, x: F.silu((thirds := m.third(x).chunk(3, -1))[0]) * thirds[2],
+    "a sum with the third": lambda m, x: F.silu((thirds := m.third(x).chunk(3, -1))[0]) * thirds[1] + thirds[2],
+    "a number": lambda m, x: F.silu(m.gate(x)) * 2.0,
+    "itself": lambda m, x: (gate := F.silu(m.gate(x))) * gate,
+    "one bias": lambda m, x: F.silu(m.gate(x)) * m.without(x),
+    "another shape": lambda m, x: F.silu(m.gate(x)) * m.up(x)[:, :1],
+    "another activation": lambda m, x: torch.sigmoid(m.gate(x)) * m.up(x),
+    "a float linear": lambda m, x: F.silu(m.gate(x)) * F.linear(x, m.up.weight.tanh()),
+}
 
 
 class Refused(nn.Module):
@@ -138,57 +166,15 @@ class Refused(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.gate, self.up, self.both = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(32, 96)
+        self.gate, self.up, self.both, self.other = (nn.Linear(32, size) for size in (48, 48, 96, 96))
         self.third, self.without = nn.Linear(32, 144), nn.Linear(32, 48, bias=False)
         self.down = nn.Linear(48, 32)
 
     def forward(self, x):
-        gate, up = F.silu(self.gate(x)), self.up(x)
-        left, right = self.both(x).chunk(2, -1)
-        thirds = self.third(x).chunk(3, -1)
-        y = {
-            "other reader": lambda: gate * up + up,
-            "other input": lambda: F.silu(self.gate(x + 1)) * up,
-            "twice an activation": lambda: gate * F.silu(up),
-            "same half": lambda: F.silu(left) * left + right,
-            "two of three alone": lambda: F.silu(thirds[0]) * thirds[1],
-            "uneven parts": lambda: F.silu(self.both(x)[..., :1]) * self.both(x)[..., 1:49],
-            "two activations in a row": lambda: F.relu(gate) * up,
-            "an activation of both halves": lambda: math.prod(F.silu(self.both(x)).chunk(2, -1)),
-            "a residual": lambda: (self.gate(x) + F.pad(x, (0, 16))) * up,
-            "two of three": lambda: F.silu(thirds[0]) * thirds[1] + thirds[2],
-            "the other half elsewhere": lambda: F.silu(left) * right + right,
-            "a number": lambda: gate * 2.0,
-            "itself": lambda: gate * gate,
-            "one bias": lambda: gate * self.without(x),
-            "another shape": lambda: gate * up[:, :1],
-            "another activation": lambda: torch.sigmoid(self.gate(x)) * up,
-            "a float linear": lambda: gate * F.linear(x, self.up.weight.tanh()),
-        }[self.kind]()
-        return self.down(y)
+        return self.down(REFUSED[self.kind](self, x))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(
-            "two of three alone",
-            "uneven parts",
-            "two activations in a row",
-            "an activation of both halves",
-            "a residual",
-        ),
-        *("other reader", "other input", "twice an activation", "same half", "two of three", "a number", "itself"),
-        *(
-            "the other half elsewhere",
-            "one bias",
-            "another shape",
-            "another activation",
-            "a float linear",
-            "a residual",
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_no_gated_mlp(kind):
     model, x = half(Refused(kind))
     gm, y = compiled(model, x, freeze_weights=True)
@@ -214,9 +200,30 @@ def test_only_where_it_pays(monkeypatch):
     assert count(compiled(*half(model))[0], _gated) == 1
     torch._dynamo.reset()
     model, x = half(model)
+    narrow = Gated(width=24).half().eval()  # inputs whose rows are no multiple of 16 bytes
+    assert count(compiled(narrow, x[..., :24])[0], _gated) == 0
+    torch._dynamo.reset()
     assert count(compiled(converted(model, x), x, linear="off")[0], _gated) == 0
     torch._dynamo.reset()
     assert count(compiled(Gated(), torch.randn(2, 9, 32))[0], _gated) == 0  # float32
+
+
+def test_a_scale_for_each_position_stays_behind():
+    """The operator requantizes with one scale."""
+    model, x = half(Gated())
+    gm, y = compiled(converted(model, x, static_int8(activation="per_token")), x, linear="off")
+    (node,) = gm.graph.find_nodes(op="call_function", target=_gated)
+    assert node.args[9] is None
+    assert [user.target for user in node.users] == [torch.ops.qframework.quantize.default]
+    assert error(y, model(x)) < 0.05
+
+
+def test_weights_with_scales_of_two_kinds():
+    """The operator takes one kind."""
+    model, x = half(Gated())
+    gm, y = compiled(converted(model, x, up=static_int8(weight="per_tensor")), x, linear="off")
+    assert (count(gm, _gated), count(gm, _int8_linear)) == (0, 3)
+    assert error(y, model(x)) < 0.05
 
 
 class TwoInputs(Gated):
