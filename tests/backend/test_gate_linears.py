@@ -145,7 +145,7 @@ REFUSED = {
     "same half": lambda m, x: F.silu((halves := m.both(x).chunk(2, -1))[0]) * halves[0] + halves[1],
     "the other half elsewhere": lambda m, x: F.silu((halves := m.both(x).chunk(2, -1))[0]) * halves[1] + halves[1],
     "halves of two linears": lambda m, x: F.silu(m.both(x).chunk(2, -1)[0]) * m.other(x).chunk(2, -1)[0],
-    "uneven parts": lambda m, x: (F.silu((y := m.both(x))[..., :1]) * y[..., 1:])[..., :48],
+    "uneven parts": lambda m, x: (F.silu((y := m.odd(x))[..., :96]) * y[..., 96:])[..., :48],
     "halves of a batch": lambda m, x: F.silu((halves := m.gate(x).chunk(2, 0))[0]) * halves[1],
     "the first two of three": lambda m, x: F.silu((thirds := m.third(x).chunk(3, -1))[0]) * thirds[1],
     "the last two of three": lambda m, x: F.silu((thirds := m.third(x).chunk(3, -1))[1]) * thirds[2],
@@ -167,7 +167,7 @@ class Refused(nn.Module):
         super().__init__()
         self.kind = kind
         self.gate, self.up, self.both, self.other = (nn.Linear(32, size) for size in (48, 48, 96, 96))
-        self.third, self.without = nn.Linear(32, 144), nn.Linear(32, 48, bias=False)
+        self.odd, self.third, self.without = nn.Linear(32, 97), nn.Linear(32, 144), nn.Linear(32, 48, bias=False)
         self.down = nn.Linear(48, 32)
 
     def forward(self, x):
