@@ -15,6 +15,7 @@ import qframework
 from qframework.backend import gate_linears
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
+from qframework.graph.nodes import fake_value
 from qframework.kernels.linear.tile import COOPERATIVE
 from qframework.quantizer import static_int8
 
@@ -118,6 +119,8 @@ def test_halves_of_one_linear(part, gate_first):
     model, x = half(Packed(part, gate_first))
     gm, y = compiled(model, x, freeze_weights=True)
     assert (count(gm, _gated), count(gm, _int8_linear)) == (1, 1)
+    (node,) = gm.graph.find_nodes(op="call_function", target=_gated)
+    assert fake_value(node).is_contiguous(), "as the operator's result is"
     assert error(y, model(x)) < 0.02
 
 
