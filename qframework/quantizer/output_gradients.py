@@ -65,11 +65,15 @@ def errors_by_gradients(
             for sums, errors in zip(total, _of_one(exported, inputs, groups, generator), strict=True):
                 for name, error in errors.items():
                     sums[name] = sums.get(name, 0.0) + error
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         without_gradients[reason] += 1
         if without_gradients[reason] == 1:
-            logger.info("qframework: errors at the output come from few examples, without gradients: %s", reason)
+            logger.warning(
+                "qframework: inputs of linears are judged by runs of few examples, which takes longer, since gradients "
+                "cannot estimate the error of the model's output: %s (logged once, counted in without_gradients)",
+                reason,
+            )
         return None
     return [{name: error / count for name, error in sums.items()} for sums in total]
 

@@ -159,8 +159,8 @@ def finish(
 def finish_gated(
     gate,  # (rows, columns) int32
     up,  # likewise
-    gate_columns,  # of load_columns, for "silu" or another activation, float results
-    up_columns,  # of load_columns without an activation, float results
+    gate_columns,  # of load_columns for a plain float result
+    up_columns,  # likewise
     rows,  # of load_rows
     out_scale_ptr,  # (1,) fp32, with QUANTIZES
     zero_point_ptr,  # (1,) int32, with ZERO_POINT
