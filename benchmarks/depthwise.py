@@ -6,10 +6,8 @@ with float64 first. Inputs are outside of the L2 cache, calls in CUDA graphs; mi
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.machine import describe_machine
+from benchmarks import kernel_command
 from qframework import numerics
-from qframework.files import write_json
 from qframework.kernels import depthwise as ours
 from qframework.kernels.runtime.activation import apply_activation
-from qframework.outputs import output_file
 from qframework.tuning.kernel_tiles import graph_microseconds
 
 _CACHE = 200e6  # bytes of inputs beyond which none is in the L2 cache
@@ -141,28 +137,13 @@ def measure(shape: Shape, quantizes: bool, device: torch.device, compiles: bool 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on the GPU; returns the exit status."""
-    parser = argparse.ArgumentParser("benchmarks.depthwise", description=__doc__)
-    parser.add_argument("--output", type=output_file, help="JSON file")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which no other shape begins")
-    parser.add_argument("--smoke", action="store_true", help="one tiny shape, checked and not timed")
-    arguments = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not arguments.smoke:
-        parser.error("needs a GPU; --smoke does not")
-    records: list[dict[str, Any]] = []
-    results = {"what": str(__doc__).strip(), "machine": describe_machine(device.type), "records": records}
-    deadline = time.monotonic() + arguments.limit
-    for quantizes in (False, True):
-        for shape in SMOKE if arguments.smoke else SHAPES:
-            if time.monotonic() > deadline:
-                print(f"not measured: {shape}, quantized: {quantizes}")
-                continue
-            record = measure(shape, quantizes, device, compiles=not arguments.smoke)
-            print(*shape, "int8" if quantizes else "float", record["us"], record["errors"]["ours"], flush=True)
-            records.append(record)
-            if arguments.output:
-                write_json(arguments.output, results)
+    kernel_command.run("benchmarks.depthwise", str(__doc__), _cases, measure, argv)
     return 0
+
+
+def _cases(smoke: bool) -> Iterator[kernel_command.Case]:
+    """Shapes, in float and quantized."""
+    return ((shape, quantizes) for quantizes in (False, True) for shape in (SMOKE if smoke else SHAPES))
 
 
 if __name__ == "__main__":

@@ -8,24 +8,20 @@ cache, calls in CUDA graphs; microseconds are medians.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
+from benchmarks import kernel_command
 from qframework import numerics
-from qframework.files import write_json
 from qframework.kernels.linear import gated
 from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, Tile
 from qframework.kernels.runtime.activation import apply_activation
-from qframework.outputs import output_file
 from qframework.tuning.kernel_tiles import graph_microseconds
 
 _CACHE = 200e6  # bytes of inputs beyond which none is in the L2 cache
@@ -183,37 +179,23 @@ def measure(shape: Shape, mode: str, device: torch.device, compiles: bool = True
     errors: dict[str, float] = {}
     for name, run in forms(mode, compiles):
         errors[name] = round(error(run(*case.operands(0), shape.activation, out_scale), expected) / least, 4)
-        if compiles and errors[name] <= _TOLERANCE:
+        if errors[name] <= _TOLERANCE:
             inputs = [case.operands(i) for i in range(len(case.inputs))]
             calls = [functools.partial(run, *each, shape.activation, out_scale) for each in inputs]
-            times[name] = round(graph_microseconds(calls), 2)
+            times[name] = round(graph_microseconds(calls), 2) if compiles else 0
     torch._dynamo.reset()
     return {**shape._asdict(), "mode": mode, "us": times, "errors": errors}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on the GPU; returns the exit status."""
-    parser = argparse.ArgumentParser("benchmarks.gated_linear", description=__doc__)
-    parser.add_argument("--output", type=output_file, help="JSON file")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which no other shape begins")
-    parser.add_argument("--smoke", action="store_true", help="one tiny shape, checked and not timed")
-    arguments = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not arguments.smoke:
-        parser.error("needs a GPU; --smoke does not")
-    records: list[dict[str, Any]] = []
-    results = {"what": str(__doc__).strip(), "machine": describe_machine(device.type), "records": records}
-    deadline = time.monotonic() + arguments.limit
-    for shape, mode in itertools.product(SMOKE if arguments.smoke else SHAPES, ("static", "dynamic")):
-        if time.monotonic() > deadline:
-            print(f"not measured: {shape}, {mode}")
-            continue
-        record = measure(shape, mode, device, compiles=not arguments.smoke)
-        print(*shape, mode, record["us"], record["errors"], flush=True)
-        records.append(record)
-        if arguments.output:
-            write_json(arguments.output, results)
+    """Measure on the GPU; returns the exit status, 1 if a form computes something else."""
+    records = kernel_command.run("benchmarks.gated_linear", str(__doc__), _cases, measure, argv)
     return int(any(not error <= _TOLERANCE for record in records for error in record["errors"].values()))
+
+
+def _cases(smoke: bool) -> Iterator[kernel_command.Case]:
+    """Shapes, each with both kinds of scales."""
+    return itertools.product(SMOKE if smoke else SHAPES, ("static", "dynamic"))
 
 
 if __name__ == "__main__":
