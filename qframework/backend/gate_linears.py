@@ -216,7 +216,7 @@ def _pays(found: _Gated) -> bool:
         return rows > MAX_FEW_ROWS
     if found.gate.linear is found.up.linear:
         return rows >= _ROWS_OF_HALVES
-    tile = gated_tile(rows, row // size, inputs, chip_of(x.device)[1], int8=False)
+    tile = gated_tile(rows, row // size, inputs, chip_of(x.device)[1])
     return tile.specialized != "cooperative"
 
 

@@ -248,7 +248,7 @@ def test_two_inputs_of_one_scale():
 @pytest.mark.parametrize(("kind", "gated"), [("two", 0), ("one", 1), ("static", 1)])
 def test_two_large_linears_stay_apart(kind, gated, monkeypatch):
     """Unless the result is INT8: in 16 bit it would be written and read again."""
-    monkeypatch.setattr(gate_linears, "gated_tile", lambda *sizes, **result: COOPERATIVE)
+    monkeypatch.setattr(gate_linears, "gated_tile", lambda *sizes: COOPERATIVE)
     model, x = half(Packed(chunk) if kind == "one" else Gated())
     gm = converted(model, x) if kind == "static" else model
     assert count(compiled(gm, x, "off" if kind == "static" else "int8_dynamic")[0], _gated) == gated

@@ -151,7 +151,7 @@ def tile_of(x: Int8GatedLinearArguments, out: Tensor, device: torch.device) -> T
     strides = (rows_apart(x.a) or 0, rows_apart(x.gate) or 0, rows_apart(x.up) or 0, n * out.dtype.itemsize)
     if any(step <= 0 or step % 16 for step in strides) or any(t.data_ptr() % 16 for t in (x.a, x.gate, x.up, out)):
         return None
-    return gated_tile(m, n, k, processors, int8=out.dtype == torch.int8)
+    return gated_tile(m, n, k, processors)
 
 
 def _call(

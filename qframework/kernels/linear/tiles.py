@@ -128,15 +128,15 @@ def _on_hopper(m: int, n: int, k: int, processors: int, epilogue: Epilogue) -> T
     return _of_few_channels(fastest_tile(m, n, k, processors), k)
 
 
-def gated_tile(m: int, n: int, k: int, processors: int, int8: bool) -> Tile:
+def gated_tile(m: int, n: int, k: int, processors: int) -> Tile:
     """Tile of a gated linear's kernel, which only Hopper has, for ``n`` columns of each weight.
 
     It is the one with the least estimate for a plain product of both weights: within 8 percent of the fastest of
     four on an H100 (``other/2026-11-28-h100-gated-linear.json``). Large problems of a long K take cooperative tiles,
-    which load fewer bytes, and sooner for a result in 16 bit, which takes bytes itself: in a whole Mistral, those of an
-    INT8 result took 0.89 ms in pingpong and those of a 16-bit one 0.74 ms in cooperative tiles (``-gated-models``).
+    which load fewer bytes. Alone they take up to 14 percent longer for an INT8 result of a K below 4,096, but three
+    whole models are 3 to 11 percent faster with them on an H100 (``other/2026-11-28-hopper-gated-models.json``).
     """
-    if k >= (4096 if int8 else 2048) and _tiles(COOPERATIVE, m, 2 * n) >= _MANY_ROUNDS * processors:
+    if k >= 2048 and _tiles(COOPERATIVE, m, 2 * n) >= _MANY_ROUNDS * processors:
         return COOPERATIVE._replace(group_m=4)
     return min(GATED, key=lambda tile: tile_us(tile, m, 2 * n, k, processors))
 
