@@ -110,10 +110,11 @@ def qframework_backend(
         mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
         options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration. Each
             call quantizes the current weights; with ``"freeze_weights": True`` they are quantized when the model is
-            compiled, and later writes to them have no effect. Linears that read the same input are then one product,
-            whose bias follows writes to theirs, except through ``.data`` and to tensors created in inference mode.
-            On Hopper, so are linears of a converted model where that saves time by estimate: their weights, scales and
-            biases are copied, and the copy follows the same writes.
+            compiled, and later writes to them have no effect, nor to what only parameters and buffers of modules
+            determine: a bias of attention, say, is computed once. Linears that read the same input are then one
+            product, whose bias follows writes to theirs, except through ``.data`` and to tensors created in inference
+            mode. On Hopper, so are linears of a converted model where that saves time by estimate: their weights,
+            scales and biases are copied, and the copy follows the same writes.
             ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed. ``"auto"``, the
             default, does so unless PyTorch's own attention is faster, as on Hopper. The name of a variant quantizes
             everywhere, with the gradients of exact attention. ``"off"`` leaves attention in float. A mapping from layer

@@ -84,7 +84,8 @@ def lower_float_linear(lowering: Lowering) -> None:
     if lowering.options.linear != "int8_dynamic":
         return
     gm, constants, scales = lowering.gm, lowering.constants, lowering.scales
-    reports = [report for report in lowering.reports if report.lowered or report.kind != "linear"]
+    anew = {layer_name(node) for node in gm.graph.nodes if linear_call(node) is not None}
+    reports = [each for each in lowering.reports if each.lowered or each.kind != "linear" or each.name not in anew]
     inputs = _SharedQuantize(gm)
     weights = _FrozenWeights(gm, constants, scales) if lowering.options.freeze_weights else None
     for node in list(gm.graph.nodes):

@@ -38,9 +38,10 @@ from qframework.kernels.linear.tile_costs import half_us, int8_us, memory_us
 from qframework.kernels.runtime.chip import capability_of, chip_of
 
 _MOST_ROWS = 32768  # of rearranged channels
+_FEW_VALUES = 4096 * 1024  # of the input, up to which more rows than were measured take as little time
 _LONGEST = 1024  # values of a row that Inductor keeps in registers
 _WITH_A_NORM, _WITH_OPERATIONS, _OF_CHANNELS = 0.45, 1.0, 5.9  # us more than without quantization
-_NORM_OF_A_ROW = 1 / 2200  # us, added to the first of them
+_OF_A_ROW = 1 / 2200  # us, added to the first two of them
 _TWICE, _TWICE_FEW = 4.5, 2.0  # the second up to 64 rows
 _ALONE, _ALONE_BYTES = 1.4, 2.0e6  # us, and bytes in a us
 _WEIGHT, _WEIGHT_BYTES = 0.3, 2.3e6
@@ -90,7 +91,7 @@ def _gain(linear: Node, call: LinearCall, frozen: bool) -> LinearGain | None:
     if x is None or processors is None or x.dtype.itemsize != 2:
         return None
     rows, inputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(x.shape[-1])
-    if not 0 < rows < _most_rows(call.input) or not inputs:
+    if not inputs or not 0 < rows < _most_rows(call.input, inputs):
         return None
     in_float = in_int8 = 0.0
     joined = 0  # outputs of layers that are one product (merge_linears.py)
@@ -147,11 +148,11 @@ def _is_quantized(x: Node) -> bool:
     return any(user.target is torch.ops.qframework.dynamic_quantize.default for user in x.users)
 
 
-def _most_rows(x: Node) -> float:
-    """From how many rows on nothing was measured."""
+def _most_rows(x: Node, channels: int) -> float:
+    """From how many rows of ``x`` on nothing was measured."""
     convolution = _convolution_behind(x)
     if convolution is None:
-        return keep_quantize.MANY_ROWS
+        return max(keep_quantize.MANY_ROWS, _FEW_VALUES / channels)
     return math.inf if has_own_kernel(convolution) else _MOST_ROWS
 
 
@@ -161,9 +162,11 @@ def _input_us(x: Node, rows: int, channels: int) -> float:
         return _alone_us(rows, channels) if has_own_kernel(convolution) else _OF_CHANNELS
     x = _behind(x, _VIEWS)
     if norm_call(x) is not None:
-        return _WITH_A_NORM + _NORM_OF_A_ROW * rows
+        return _WITH_A_NORM + _OF_A_ROW * rows
+    if operation(x) in _OPERATIONS and channels <= _LONGEST:
+        return _WITH_OPERATIONS + _OF_A_ROW * rows
     if operation(x) in _OPERATIONS:
-        return _WITH_OPERATIONS if channels <= _LONGEST else _TWICE if rows > MAX_FEW_ROWS else _TWICE_FEW
+        return _TWICE if rows > MAX_FEW_ROWS else _TWICE_FEW
     return _alone_us(rows, channels)
 
 

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from qframework.backend.float_linear import lower_float_linear
 from qframework.backend.fold_channel_scale import fold_channel_scale
+from qframework.backend.fold_constants import fold_constants
 from qframework.backend.fuse_epilogue import fuse_epilogue
 from qframework.backend.fuse_hadamard import fuse_hadamard
 from qframework.backend.gate_linears import gate_linears
@@ -103,6 +104,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(expand_einsum),
     expand_weighted_products,
     note_layer_order,
+    fold_constants,
     on_graph(select_early),
     on_graph(use_causal_flag),
     lower_static_attention,
@@ -127,6 +129,7 @@ LOWERING: tuple[Pass, ...] = (
     lower_add_norm,
     lower_norm,
     keep_dynamic_quantize,
+    fold_constants,  # what passes compute from parameters: dense masks
 )
 
 # Prepare a graph with INT8 linears for Inductor.

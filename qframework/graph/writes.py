@@ -32,10 +32,10 @@ from qframework.graph.nodes import is_inactive_dropout, why_not_plain
 
 _WRITTEN = "qframework_written"  # in a node's meta, so that it goes with the node
 _MEMORY = "qframework_memory"
-_MOST_KINDS = 10_000
-_places_of_kinds: dict[Any, frozenset[int]] = {}  # of inputs that a call writes, by what _kind returns
+MOST_KINDS = 10_000
+_places_of_kinds: dict[Any, frozenset[int]] = {}  # of inputs that a call writes, by what kind_of returns
 _HARMLESS = (operator.getitem, set_grad_enabled, *AUTOCAST_SCOPES)
-_KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
+KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
 GUARDS = "_guards_fn"  # the module of an exported model that checks its inputs, also those that are None
 
 
@@ -102,7 +102,7 @@ def _union(several: Iterable[set[int] | None]) -> set[int] | None:
 
 
 def _is_of_another_library(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace not in _KNOWN_LIBRARIES
+    return isinstance(node.target, OpOverload) and node.target.namespace not in KNOWN_LIBRARIES
 
 
 def written_inputs(node: Node) -> set[Node]:
@@ -133,11 +133,11 @@ def _written_inputs(node: Node) -> set[Node]:
         return {x for value in written_arguments(node.target, node.args, node.kwargs) for x in _nodes(value)}
     if not any(map(_may_hold_a_tensor, node.all_input_nodes)):
         return set()
-    kind = _kind(node)
+    kind = kind_of(node)
     places = None if kind is None else _places_of_kinds.get(kind)
     if places is None:
         places = _observed_places(node)
-        if kind is not None and len(_places_of_kinds) < _MOST_KINDS:
+        if kind is not None and len(_places_of_kinds) < MOST_KINDS:
             _places_of_kinds[kind] = places
     return {x for place, x in enumerate(node.all_input_nodes) if place in places}
 
@@ -155,7 +155,7 @@ def _observed_places(node: Node) -> frozenset[int]:
     return frozenset(place for place, x in enumerate(node.all_input_nodes) if x in written)
 
 
-def _kind(node: Node) -> Any:
+def kind_of(node: Node) -> Any:
     """Equal for calls that write the same of their inputs, such as those of repeated blocks; None if unknown."""
     if node.op == "call_module" or _scope_body(node) is not None:
         return None
@@ -215,6 +215,16 @@ class _WrittenMemory(TorchDispatchMode):
 
 def _observed(node: Node) -> set[Node]:
     """The inputs that a node writes when it is run on fake tensors like those that tracing recorded."""
+    written = _WrittenMemory()
+    owners = run_on_fakes(node, written)
+    return {owners[memory] for memory in written.memory if memory in owners}
+
+
+def run_on_fakes(node: Node, mode: TorchDispatchMode) -> dict[int, Node]:
+    """Run a node within ``mode`` on fake tensors like those that tracing recorded; the node of each input's memory.
+
+    Raises any exception where that is impossible.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         body = _scope_body(node)
         inputs = [x for x in node.all_input_nodes if body is None or x is not node.args[body.place]]
@@ -223,9 +233,9 @@ def _observed(node: Node) -> set[Node]:
         owners = {memory_of(t): x for x, t in tensors}  # before the call, which may replace a tensor's memory
         args = node.args if body is None else node.args[body.place + 1 :]
         args, kwargs = map_arg((args, node.kwargs), values.__getitem__)
-        with _WrittenMemory() as written:
-            (_callable(node) if body is None else body.graph)(*args, **kwargs)
-    return {owners[memory] for memory in written.memory if memory in owners}
+        with mode:
+            (callable_of(node) if body is None else body.graph)(*args, **kwargs)
+    return owners
 
 
 class _Body(NamedTuple):
@@ -246,7 +256,7 @@ def _scope_body(node: Node) -> _Body | None:
     return None
 
 
-def _callable(node: Node) -> Callable[..., Any]:
+def callable_of(node: Node) -> Callable[..., Any]:
     """What a node calls; a module only if it has no state that the call could change."""
     if node.op == "call_function":
         return node.target  # type: ignore[return-value]

@@ -172,6 +172,7 @@ class TestFewRows:
 
     def test_many_rows_float32_and_other_chips_are_not_estimated(self, monkeypatch):
         monkeypatch.setattr(keep_quantize, "MANY_ROWS", 200)
+        monkeypatch.setattr(linear_gain, "_FEW_VALUES", 200 * 128)
         assert lowered(Behind(128), (1, 2, 100, 128)) == {"proj"}
         monkeypatch.undo()
         monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
@@ -222,10 +223,18 @@ class TestEstimates:
         assert first.float_us - half_us(100, 4096, 1024) == pytest.approx(1.9)  # the kernel of GELU
         assert second.float_us - half_us(100, 1024, 4096) == pytest.approx(4 * 100 * 1024 / 2.5e6)  # the sum
 
-    @pytest.mark.parametrize(("rows", "width", "us"), [(100, 512, 1.0), (100, 2048, 4.5), (16, 2048, 2.0)])
+    @pytest.mark.parametrize(("rows", "width", "us"), [(100, 512, 1.0 + 100 / 2200), (100, 2048, 4.5), (16, 2048, 2.0)])
     def test_operations_are_computed_twice_for_long_rows(self, gains, rows, width, us):
         (gain,) = gains(Operations(width), (1, rows, width))
-        assert gain.quantize_us == us
+        assert gain.quantize_us == pytest.approx(us)
+
+    @pytest.mark.parametrize(
+        ("rows", "width", "estimated"), [(5000, 256, True), (5000, 1024, False), (4000, 2048, True)]
+    )
+    def test_more_rows_of_few_values_are_estimated(self, gains, rows, width, estimated):
+        """In the first stage of EdgeNeXt at batch 1, 4,096 rows of 320 values."""
+        (gain,) = gains(Operations(width), (1, rows, width))
+        assert (gain is not None) == estimated
 
     @pytest.mark.parametrize(("rows", "estimated"), [(5000, True), (33000, False)])
     def test_rearranged_channels_are_estimated_for_more_rows(self, gains, rows, estimated):

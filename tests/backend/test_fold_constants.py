@@ -1,0 +1,211 @@
+"""With frozen weights, what parameters and buffers determine is computed once; anything else at each call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lowered_models import converted
+from torch import nn
+from torch.nn import functional as F
+
+import qframework
+from qframework.backend import fold_constants
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
+
+FROZEN = {"linear": "int8_dynamic", "freeze_weights": True}
+TOKENS, WIDTH, HEADS = 24, 32, 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh(fresh_dynamo: None) -> None:
+    pass
+
+
+class Table(nn.Module):
+    """A bias of attention, read from a table as in Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2 * TOKENS, HEADS))
+        places = torch.arange(TOKENS)
+        self.register_buffer("index", TOKENS - 1 + places[:, None] - places)
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def bias(self):
+        return self.table[self.index].permute(2, 0, 1)
+
+    def forward(self, x):
+        x = self.fc(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, self.bias())
+
+
+class Coordinates(Table):
+    """A bias that an MLP computes, with an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(1, 512), nn.ReLU(inplace=True), nn.Linear(512, HEADS))
+
+    def bias(self):
+        return 16 * self.mlp(self.index[..., None] / TOKENS).sigmoid().permute(2, 0, 1)
+
+
+class Elements(Table):
+    """Operators on elements alone, which Inductor fuses."""
+
+    def bias(self):
+        return (self.table.sinh() * 2)[:TOKENS, :1].t().expand(TOKENS, TOKENS)
+
+
+class Random(Table):
+    def bias(self):
+        return F.dropout(super().bias(), 0.5, training=True)
+
+
+class Written(Table):
+    """The graph changes the table that it reads."""
+
+    def bias(self):
+        self.table.mul_(2)
+        return super().bias()
+
+
+class WrittenTwice(Table):
+    """Two readers of memory that one of them writes."""
+
+    def bias(self):
+        first = super().bias()
+        second = first.cumsum(0)
+        return first.relu_() + second.cumsum(1)
+
+
+class OfTheInput(Table):
+    def forward(self, x):
+        return super().forward(x) + self.table[x.argmax(-1)].cumsum(0).mean()
+
+
+class Cache(Table):
+    """Memory with a fixed address that is no buffer of a module: another graph may write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = [torch.randn(TOKENS, TOKENS)]
+        torch._dynamo.mark_static_address(self.cache[0])
+
+    def bias(self):
+        return self.cache[0].cumsum(0)
+
+
+class Large(Table):
+    """More values than those that it is computed from."""
+
+    def bias(self):
+        return F.embedding(self.index, self.table).permute(2, 0, 1)
+
+
+class Autocast(Coordinates):
+    def bias(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().bias().float()
+
+
+def count(model, name, options=FROZEN, x=None):
+    """How many nodes of the lowered graph call an operation, after a comparison of the results."""
+    kept = []
+
+    def backend(gm, inputs):
+        lower(gm, inputs, BackendOptions(**options))
+        kept.append(gm)
+        return gm.forward
+
+    x = torch.randn(2, TOKENS, WIDTH) if x is None else x
+    with torch.no_grad():
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        actual = torch.compile(model, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.1)
+    assert len(kept) == 1
+    return sum(node.op.startswith("call") and name in str(node.target) for node in kept[0].graph.nodes)
+
+
+@pytest.mark.parametrize(("cls", "name"), [(Table, "permute"), (Coordinates, "sigmoid"), (Large, "embedding")])
+def test_what_parameters_determine_is_a_buffer(cls, name):
+    model = cls().eval()
+    assert count(model, name, {"linear": "int8_dynamic"}) == 1
+    torch._dynamo.reset()
+    assert count(model, name) == 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (Elements, "sinh"),
+        (Random, "dropout"),
+        (WrittenTwice, "relu_"),
+        (OfTheInput, "argmax"),
+        (Cache, "cumsum"),
+        (Autocast, "sigmoid"),
+    ],
+)
+def test_all_else_is_computed_at_each_call(cls, name):
+    assert count(cls().eval(), name) == 1
+
+
+def test_a_table_that_the_graph_writes_is_read_at_each_call():
+    model = Written().eval().requires_grad_(False)
+    before = model.table.clone()
+    compiled = torch.compile(model, backend="qframework", options=FROZEN)
+    x = torch.randn(2, TOKENS, WIDTH)
+    first, second = compiled(x), compiled(x)
+    torch.testing.assert_close(model.table.data, 4 * before.data)
+    assert (first - second).abs().max() > 1e-3
+
+
+def test_results_larger_than_their_inputs_have_a_bound(monkeypatch):
+    monkeypatch.setattr(fold_constants, "_LARGEST", 100)
+    assert count(Large().eval(), "embedding") == 1
+
+
+def test_another_parameter_compiles_again_and_writes_have_no_effect():
+    model = Coordinates().eval().requires_grad_(False)
+    compiled = torch.compile(model, backend="qframework", options=FROZEN)
+    x = torch.randn(2, TOKENS, WIDTH)
+    first = compiled(x)
+    model.mlp[2].weight.zero_()
+    assert torch.equal(compiled(x), first)
+    model.mlp[2].weight = nn.Parameter(torch.zeros(HEADS, 512), requires_grad=False)
+    assert (compiled(x) - model(x)).abs().max() < 0.05
+    assert (compiled(x) - first).abs().max() > 0.01
+
+
+def test_explain_names_linears_that_are_computed_once():
+    model = Coordinates().eval()
+    layers = {
+        each.name: each for each in qframework.explain(model, torch.randn(2, TOKENS, WIDTH), options=FROZEN).layers
+    }
+    assert layers["fc"].lowered
+    for name in ("mlp.0", "mlp.2"):
+        assert "computed once" in layers[name].reason
+        assert not layers[name].lowered
+        assert not layers[name].fallback
+
+
+def test_a_converted_model_keeps_its_quantized_weights():
+    model, x = Table().eval(), torch.randn(2, TOKENS, WIDTH)
+    static = converted(model, x)
+    assert count(static, "int8_linear", {"freeze_weights": True}, x) == 1
+    torch._dynamo.reset()
+    assert count(static, "permute", {"freeze_weights": True}, x) == 0
+    torch._dynamo.reset()
+    assert count(static, "permute", {}, x) == 1
+
+
+def test_repeated_calls_with_other_shapes():
+    model = Table().eval()
+    compiled = torch.compile(model, backend="qframework", options=FROZEN)
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            x = torch.randn(batch, TOKENS, WIDTH)
+            torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.05)
