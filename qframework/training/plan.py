@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,15 +19,11 @@ from qframework.compat.modules import parameters
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training.attention import AttentionGradient, Int8Attention
+from qframework.training.find_blocks import blocks_below, gives_blocks, in_attention, is_attention_name
 from qframework.training.replace import Replacement, gated_mlp, replacement, taken_name
 from qframework.training.roles import (
     GATED,
     Role,
-    gives_blocks,
-    held,
-    in_attention,
-    is_attention_name,
-    is_block,
     is_converted,
     is_gated_mlp,
     linear_role,
@@ -359,7 +355,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def _find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Module]:
     """The outermost blocks in their order, each once."""
     if patterns is None:
-        found = list(_blocks_below(model))
+        found = list(blocks_below(model))
     else:
         modules = dict(model.named_modules(remove_duplicate=False))
         fitting = [name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
@@ -370,11 +366,3 @@ def _find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Mo
             f"attention and linears beside it, got a {type(model).__name__} without. Name its blocks in blocks="
         )
     return list(dict.fromkeys(found))
-
-
-def _blocks_below(module: nn.Module) -> Iterator[nn.Module]:
-    for _, child in held(module):
-        if is_block(child):
-            yield child
-        else:
-            yield from _blocks_below(child)

@@ -1,8 +1,7 @@
 """The role of each module of a transformer block in the INT8 data flow, found by what it computes, not by its name.
 
 Activations and normalizations are evaluated on a few numbers, so that a GELU of any class is found and an RMSNorm that
-scales by ``1 + weight`` is not mistaken for one that scales by ``weight``. Names decide only what is inside attention,
-which computes in 16 bits.
+scales by ``1 + weight`` is not mistaken for one that scales by ``weight``.
 """
 
 from __future__ import annotations
@@ -52,38 +51,6 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 # Magnitudes of inputs: small ones reveal an epsilon, large ones a bound.
 _MAGNITUDES = (1.0, 1e-3, 1e-6, 1e4)
 _DROP_PATHS = ("DropPath", "StochasticDepth")
-_ATTENTION = ("attn", "attention", "self_attn", "crossattention", "cross_attn")
-# The last linear of attention returns INT8. Those before it return queries, keys and values in 16 bits.
-_ATTENTION_OUTPUTS = ("proj", "o_proj", "out_proj", "c_proj", "dense", "wo", "to_out", "o", "out")
-
-
-def is_attention_name(part: str) -> bool:
-    """Whether models call attention in a block so."""
-    return part in _ATTENTION
-
-
-def in_attention(name: str) -> bool:
-    """Whether ``name``, of a module inside a block, is inside attention."""
-    return any(part in _ATTENTION for part in name.split(".")[:-1])
-
-
-def gives_blocks(name: str) -> bool:
-    """Whether the linear ``name`` returns INT8: all but those for queries, keys and values."""
-    return not in_attention(name) or any(part in _ATTENTION_OUTPUTS for part in name.split(".")[-2:])
-
-
-def is_block(module: nn.Module) -> bool:
-    """Whether a module is a transformer block: normalizations, attention with a linear, linears beside it."""
-    children = dict(module.named_children())
-    if not any("norm" in type(child).__name__.lower() for child in children.values()):
-        return False
-    attentions = [child for name, child in children.items() if name in _ATTENTION]
-    others = [child for name, child in children.items() if name not in _ATTENTION]
-    return any(map(_has_linear, attentions)) and any(map(_has_linear, others))
-
-
-def _has_linear(module: nn.Module) -> bool:
-    return any(linear_role(child) for child in module.modules())
 
 
 def role_of(module: nn.Module) -> Role | None:
