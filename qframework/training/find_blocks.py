@@ -1,4 +1,6 @@
-"""The transformer blocks of a model, found by their structure: normalizations, attention, and linears beside it.
+"""The transformer blocks of a model, found by their structure, and the modules in them that need a decision.
+
+A block has normalizations, attention, and linears or experts beside it.
 
 Names decide what is attention, which computes in 16 bits: those that end in ``attn`` or ``attention``, such as
 ``self_attn``, ``encoder_attn``, ``attn1`` or ``SelfAttention``.
@@ -13,7 +15,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from qframework.compat.modules import parameters
-from qframework.training.roles import held, linear_role
+from qframework.training.roles import (
+    children_whose_weight_is_multiplied,
+    children_whose_weight_is_read,
+    held,
+    linear_role,
+)
 
 _ATTENTION = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)
 # The last linear of attention returns INT8. Those before it return queries, keys and values in 16 bits.
@@ -84,3 +91,52 @@ def owns_experts(module: nn.Module) -> bool:
         return False
     own = [each for each in parameters(module).values() if each is not None and not is_lazy(each)]
     return any(each.dim() == 3 and min(each.shape) > 1 for each in own)
+
+
+def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """The smallest modules of a block that are replaced or kept as a whole, with their names after ``prefix``.
+
+    Leaves, and modules that compute with weights themselves. Third is the module that reads the weight of a leaf
+    instead of calling it, if one does, as BEiT's attention reads that of its queries, keys and values.
+    """
+    read = weights_read(block)
+    for name, child in held(block):
+        path = f"{prefix}.{name}" if prefix else name
+        whole = adapts(child) or reads_all(child) or (owns_experts(child) and not in_attention(path))
+        if name in read or whole or not any(True for _ in child.children()):
+            yield path, child, block if name in read else None
+        else:
+            yield from units(child, path)
+
+
+def weights_read(module: nn.Module) -> set[str]:
+    """The children whose weight ``forward`` reads instead of calling them, on one of its paths at least.
+
+    Reading the dtype of a weight is harmless, since master weights keep theirs. PyTorch's encoder layer calls its
+    linears while it trains.
+    """
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return set()
+    return children_whose_weight_is_read(module, dtype=False) | children_whose_weight_is_multiplied(module)
+
+
+def reads_all(module: nn.Module) -> bool:
+    """Whether ``forward`` calls no linear of the module, but reads their weights, as nn.MultiheadAttention does."""
+    linears = {name for name, child in held(module) if _has_linear(child)}
+    return bool(linears) and linears <= weights_read(module)
+
+
+def adapts(module: nn.Module) -> bool:
+    """Whether a module wraps a linear and adds to its result, as PEFT's adapters do."""
+    base = dict(held(module)).get("base_layer")
+    return base is not None and linear_role(base) is not None
+
+
+def list_items(model: nn.Module) -> list[str]:
+    """Names of the innermost items of lists with a normalization and a linear, which may be blocks."""
+    found = {
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2].isdigit() and _has_linear(module) and any(map(_is_norm, module.modules()))
+    }
+    return [name for name in sorted(found) if not any(other.startswith(f"{name}.") for other in found)]

@@ -6,10 +6,13 @@ scales by ``1 + weight`` is not mistaken for one that scales by ``weight``.
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -332,29 +335,12 @@ def held(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in submodules(module).items() if child is not None]
 
 
-def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The smallest modules of a block that are replaced or kept as a whole: leaves, and modules that read weights.
-
-    Names start with ``prefix``. nn.MultiheadAttention reads the weights of its linear without calling it.
-    """
-    for name, child in held(block):
-        path = f"{prefix}.{name}" if prefix else name
-        if reads_weights(child) or not any(True for _ in child.children()):
-            yield path, child
-        else:
-            yield from units(child, path)
-
-
-def reads_weights(module: nn.Module) -> bool:
-    """Whether ``forward``, or a ``super`` method of it, reads the weight of a module instead of calling the module."""
-    return any("weight" in code.co_names for code in _forwards(module))
-
-
-def children_whose_weight_is_read(module: nn.Module) -> set[str]:
+def children_whose_weight_is_read(module: nn.Module, dtype: bool = True) -> set[str]:
     """The children whose weight ``forward`` reads, ``self.qkv.weight``; all where it reads weights in another way.
 
     Not those that it also calls, where only one of several paths reads the weight's values, as in Bloom, or another
-    module's weight is read, as in adapters of PEFT. Code that asks for the dtype (T5's) does so on every path.
+    module's weight is read, as in adapters of PEFT. Code that asks for the dtype (T5's) does so on every path: with
+    ``dtype``, its children count although it calls them.
     """
     read, kept, called = set[str](), set[str](), set[str]()
     for code in _forwards(module):
@@ -369,7 +355,28 @@ def children_whose_weight_is_read(module: nn.Module) -> set[str]:
                 read |= {name for name, _ in held(module)}
             else:
                 (kept if user.argval == "dtype" else read).add(child.argval)
-    return kept | (read - called)
+    return (kept if dtype else set()) | (read - called)
+
+
+def children_whose_weight_is_multiplied(module: nn.Module) -> set[str]:
+    """The children whose weight ``forward`` gives to ``F.linear``, on any of its paths; none if its source is unknown.
+
+    timm's BEiT, EVA and Swin V2 compute ``F.linear(x, self.qkv.weight, bias)`` or ``self.qkv(x)``, as an option says.
+    """
+    return {child for code in _forwards(module) for child in _multiplied(code)}
+
+
+def _multiplied(code: CodeType) -> Iterator[str]:
+    """The names in ``linear(..., self.child.weight, ...)``."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError):  # no file with the source; a lambda in the middle of a line
+        return
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", None)) == "linear":
+            for given in (*call.args, *(each.value for each in call.keywords)):
+                if match := re.fullmatch(r"self\.(\w+)\.weight", ast.unparse(given)):
+                    yield match[1]
 
 
 def _called(steps: Sequence[dis.Instruction]) -> set[str]:

@@ -270,7 +270,9 @@ def test_a_model_on_meta_is_converted() -> None:
 
 def test_modules_kept_in_float() -> None:
     model, x = vit(act_layer=nn.Mish), inputs("vit")
-    with pytest.raises(UnsupportedError, match=r"got blocks\.0\.mlp\.act \(Mish\), blocks\.1\.mlp\.act"):
+    with pytest.raises(
+        UnsupportedError, match=r'got blocks\.\*\.mlp\.act \(Mish\)\. .*pass keep_float=\["blocks\.\*\.mlp\.act"\]$'
+    ):
         convert_to_int8_training(model)
     assert not any(isinstance(module, Int8Linear) for module in model.modules())  # nothing was changed
     convert_to_int8_training(model, keep_float=["blocks.*.act", "blocks.0.attn"])
@@ -395,7 +397,9 @@ def test_third_party_blocks_are_named_by_the_user_and_fall_back() -> None:
     wanted = model(x).detach()
     with pytest.raises(UnsupportedError, match="Name its blocks in blocks="):
         convert_to_int8_training(model)
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.mixer \(MultiheadAttention\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.\*\.mixer \(MultiheadAttention\): it reads the weights of its"
+    ):
         convert_to_int8_training(model, blocks=["layers.*"])
     convert_to_int8_training(model, blocks=["layers.*"], keep_float=["*.mixer"])
     got = model(x)
@@ -405,14 +409,20 @@ def test_third_party_blocks_are_named_by_the_user_and_fall_back() -> None:
     assert "aten::sigmoid" in fallbacks
 
 
-def test_attention_that_reads_its_linears_weights_is_named() -> None:
+def test_linears_whose_weights_are_read_are_named() -> None:
     """timm's Beit adds a bias to queries and values itself; Swin's attention has parameters and calls its linears."""
     import timm
 
-    with pytest.raises(UnsupportedError, match=r"blocks\.0\.attn \(Attention\)"):
-        convert_to_int8_training(timm.create_model("beit_base_patch16_224", depth=1, embed_dim=32, num_heads=2))
+    beit = timm.create_model("beit_base_patch16_224", img_size=32, depth=1, embed_dim=32, num_heads=2, num_classes=5)
+    with pytest.raises(UnsupportedError, match=r"blocks\.\*\.attn\.qkv \(Linear\): the Attention around it reads its"):
+        convert_to_int8_training(beit, skip_slower=False)
+    convert_to_int8_training(beit, keep_float=["blocks.*.attn.qkv"], skip_slower=False)
+    assert "blocks.0.attn.proj" in {row.name for row in conversion_report(beit).converted}
+    fallbacks.clear()
+    beit(torch.randn(1, 3, 32, 32)).sum().backward()
+    assert "aten::addmm" not in fallbacks  # attention gets floats
     swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), embed_dim=16, num_heads=(1, 2))
-    convert_to_int8_training(swin)
+    convert_to_int8_training(swin, skip_slower=False)
     assert "layers.1.blocks.0.attn.qkv" in {row.name for row in conversion_report(swin).converted}
     swin(torch.randn(1, 3, 56, 56)).sum().backward()
     assert all(parameter.grad is not None for parameter in swin.parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,13 +56,37 @@ def test_sublayers_in_a_list() -> None:
 
     model = T5EncoderModel(T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2))
     assert list(blocks_below(model)) == list(model.encoder.block)
+    convert_to_int8_training(model, keep_float=["*.layer_norm"], skip_slower=False)
+    assert sum(row.before == "Linear" for row in conversion_report(model).converted) == 12
+    kept = {row.kind: row.reason for row in conversion_report(model).kept}
+    assert kept["Embedding"] == "inside attention, which computes in 16 bits"
 
 
-def test_experts_are_beside_attention() -> None:
+def test_experts_are_beside_attention_and_named() -> None:
+    """Their activation was converted, and their matrices stayed in float without a word."""
     from transformers import MixtralConfig, MixtralModel
 
     model = MixtralModel(MixtralConfig(**SHAPE, num_key_value_heads=2, num_local_experts=2))
     assert list(blocks_below(model)) == list(model.layers)
+    named = ["layers.*.mlp.gate", "layers.*.mlp.experts"]
+    with pytest.raises(UnsupportedError, match=re.escape(f"pass keep_float={named}".replace("'", '"'))):
+        convert_to_int8_training(model, skip_slower=False)
+    convert_to_int8_training(model, keep_float=named, skip_slower=False)
+    assert {row.kind for row in conversion_report(model).kept} == {"MixtralTopKRouter", "MixtralExperts"}
+    model(torch.randint(0, 64, (2, 16))).last_hidden_state.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_weights_that_are_read_on_another_path() -> None:
+    """Bloom calls its linears, and reads slices of their weights only where pretraining_tp asks for it."""
+    from transformers import BloomConfig, BloomModel
+
+    model = BloomModel(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
+    convert_to_int8_training(model, skip_slower=False)
+    assert sum(row.before == "Linear" for row in conversion_report(model).converted) == 4
+    fallbacks.clear()
+    model(torch.randint(0, 64, (2, 16))).last_hidden_state.sum().backward()
+    assert not fallbacks
 
 
 def test_cross_attention_gets_floats() -> None:
@@ -106,3 +132,13 @@ def test_a_model_around_layers_is_no_block() -> None:
     model.backbone = Attending()
     with pytest.raises(UnsupportedError, match=r"without\. Name its blocks in blocks="):
         convert_to_int8_training(model)
+
+
+def test_the_error_suggests_blocks() -> None:
+    from timm.models.mlp_mixer import MlpMixer
+
+    model = nn.Sequential(MlpMixer(img_size=32, embed_dim=32, num_blocks=2, num_classes=5))
+    with pytest.raises(UnsupportedError, match=r'Name its blocks in blocks=, perhaps \["\*\.blocks\.\*"\]$'):
+        convert_to_int8_training(model)
+    convert_to_int8_training(model, blocks=["*.blocks.*"], skip_slower=False)
+    assert conversion_report(model).blocks == ("0.blocks.0", "0.blocks.1")
