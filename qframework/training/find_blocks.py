@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -24,7 +25,19 @@ from qframework.training.roles import (
 
 _ATTENTION = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)
 # The last linear of attention returns INT8. Those before it return queries, keys and values in 16 bits.
-_ATTENTION_OUTPUTS = ("proj", "o_proj", "out_proj", "c_proj", "dense", "wo", "to_out", "o", "out", "linear_out")
+_ATTENTION_OUTPUTS = (
+    "proj",
+    "o_proj",
+    "out_proj",
+    "c_proj",
+    "dense",
+    "wo",
+    "to_out",
+    "o",
+    "out",
+    "out_lin",
+    "linear_out",
+)
 
 
 def is_attention_name(part: str) -> bool:
@@ -33,8 +46,12 @@ def is_attention_name(part: str) -> bool:
 
 
 def in_attention(name: str) -> bool:
-    """Whether ``name``, of a module inside a block, is inside attention."""
-    return any(map(is_attention_name, name.split(".")[:-1]))
+    """Whether ``name``, of a module inside a block, is inside attention.
+
+    BERT's ``attention.output`` is not: its dropout, sum and normalization follow attention's last linear.
+    """
+    parts = name.split(".")[:-1]
+    return any(is_attention_name(part) and after != "output" for part, after in zip_longest(parts, parts[1:]))
 
 
 def gives_blocks(name: str) -> bool:

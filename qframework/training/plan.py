@@ -100,6 +100,7 @@ class ConversionPlan:
     kept: list[Kept] = field(default_factory=list)
     floats: list[nn.Module] = field(default_factory=list)
     obstacles: list[Kept] = field(default_factory=list)
+    outside: tuple[str, ...] = ()  # linears that are in no block
 
     @property
     def all_narrow(self) -> bool:
@@ -135,7 +136,9 @@ def make_plan(
     _check_names(model, "blocks", blocks or ())
     _check_names(model, "keep_float", keep_float)
     plan, everywhere = ConversionPlan(mode, block_size), _places(model)
-    for block in _find_blocks(model, blocks):
+    found = _find_blocks(model, blocks)
+    plan.outside = _outside(found, everywhere)
+    for block in found:
         asked = next((name for name in everywhere[block] if _matches(name, keep_float)), None)
         width, wanted = width_of(block), faster_from(block)
         narrow = mode == "per_block" and width < wanted
@@ -362,6 +365,13 @@ def _units(blocks: Iterable[nn.Module], everywhere: dict[nn.Module, list[str]]) 
             places = found.setdefault(module, [])
             places += [_Place(f"{name}.{local}" if name else local, local, reader) for name in everywhere[block]]
     return found
+
+
+def _outside(blocks: Iterable[nn.Module], everywhere: dict[nn.Module, list[str]]) -> tuple[str, ...]:
+    """The names of linears that are in no block."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = {each: names[0] for each, names in everywhere.items() if id(each) not in inside}
+    return tuple(name for each, name in outside.items() if isinstance(each, nn.Linear) or linear_role(each))
 
 
 def _ancestors(name: str) -> set[str]:

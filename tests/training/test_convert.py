@@ -165,7 +165,9 @@ def test_the_report_names_every_module() -> None:
     kept = {row.name: row.reason for row in report.kept}
     assert set(kept) == {f"blocks.{i}.attn.{name}" for i in (0, 1) for name in ("q_norm", "k_norm", "attn_drop")}
     assert set(kept.values()) == {"inside attention, which computes in 16 bits"}
+    assert report.outside == ("head",)
     shown = str(report)
+    assert "1 linears outside of blocks kept: head" in shown
     assert "INT8 training, per_block, blocks of 1 x 128" in shown
     assert "blocks of 1 x 128:" in str(conversion_report(convert_to_int8_training(vit(), [1, 128])))
     assert "2 Linear to Int8Linear (float out)" in shown

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from qframework.errors import UnsupportedError
 from qframework.training import conversion_report, convert_to_int8_training, fallbacks
-from qframework.training.find_blocks import blocks_below, is_attention_name
+from qframework.training.find_blocks import blocks_below, gives_blocks, is_attention_name
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -36,7 +36,9 @@ def test_normalizations_inside_attention_and_beside_it() -> None:
     mask[1, 10:] = 0
     wanted, wanted_gradient = result_and_gradient(model, ids, mask)
     convert_to_int8_training(model, skip_slower=False)
+    fallbacks.clear()
     got, gradient = result_and_gradient(model, ids, mask)
+    assert not fallbacks
     assert conversion_report(model).blocks == ("encoder.layer.0", "encoder.layer.1")
     assert sum(row.before == "Linear" for row in conversion_report(model).converted) == 12
     assert 0 < float((got - wanted).norm() / wanted.norm()) < 0.03
@@ -48,6 +50,12 @@ def result_and_gradient(model: nn.Module, *inputs: Tensor) -> tuple[Tensor, Tens
     y = model(*inputs).last_hidden_state
     F.mse_loss(y, torch.ones_like(y)).backward()
     return y.detach(), torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+@pytest.mark.parametrize("output", ["proj", "out_lin", "Wo", "output.dense"])
+def test_what_attention_returns_is_int8(output: str) -> None:
+    assert gives_blocks(f"attention.{output}")
+    assert not gives_blocks("attention.self.query")
 
 
 def test_sublayers_in_a_list() -> None:
