@@ -14,6 +14,7 @@ from itertools import zip_longest
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from qframework.compat.modules import parameters
 from qframework.training.roles import (
@@ -21,6 +22,7 @@ from qframework.training.roles import (
     children_whose_weight_is_read,
     held,
     linear_role,
+    reads_weights,
 )
 
 _ATTENTION = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)
@@ -119,11 +121,16 @@ def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, 
     read = weights_read(block)
     for name, child in held(block):
         path = f"{prefix}.{name}" if prefix else name
-        whole = adapts(child) or reads_all(child) or (owns_experts(child) and not in_attention(path))
-        if name in read or whole or not any(True for _ in child.children()):
+        if name in read or _is_whole(child, path) or not any(True for _ in child.children()):
             yield path, child, block if name in read else None
         else:
             yield from units(child, path)
+
+
+def _is_whole(module: nn.Module, path: str) -> bool:
+    """Whether a module with others inside computes with weights itself, such as a linear with a parametrization."""
+    own = "weight" in parameters(module) or parametrize.is_parametrized(module)
+    return own or adapts(module) or reads_all(module) or (owns_experts(module) and not in_attention(path))
 
 
 def weights_read(module: nn.Module) -> set[str]:
@@ -144,9 +151,9 @@ def reads_all(module: nn.Module) -> bool:
 
 
 def adapts(module: nn.Module) -> bool:
-    """Whether a module wraps a linear and adds to its result, as PEFT's adapters do."""
-    base = dict(held(module)).get("base_layer")
-    return base is not None and linear_role(base) is not None
+    """Whether a module adds to the result of a linear inside of it, or that it is, and reads weights, as in PEFT."""
+    linears = [name for name, child in held(module) if linear_role(child) is not None]
+    return bool(linears) and (isinstance(module, nn.Linear) or ("base_layer" in linears and reads_weights(module)))
 
 
 def list_items(model: nn.Module) -> list[str]:

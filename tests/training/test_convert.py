@@ -357,10 +357,10 @@ def test_bad_arguments_are_refused() -> None:
 
 
 class OddNorm(nn.RMSNorm):
-    """Scales by 1 + weight, as Gemma's RMSNorm."""
+    """Scales by 2 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+        return nn.functional.rms_norm(x, self.normalized_shape, 2 + self.weight, self.eps)
 
 
 def test_a_norm_that_computes_something_else_is_named() -> None:
