@@ -18,7 +18,6 @@ from torch.nn.utils import parametrize
 
 from qframework.compat.modules import parameters
 from qframework.training.roles import (
-    children_whose_weight_is_multiplied,
     children_whose_weight_is_read,
     held,
     linear_role,
@@ -141,7 +140,7 @@ def weights_read(module: nn.Module) -> set[str]:
     """
     if isinstance(module, nn.TransformerEncoderLayer):
         return set()
-    return children_whose_weight_is_read(module, dtype=False) | children_whose_weight_is_multiplied(module)
+    return children_whose_weight_is_read(module, dtype=False)
 
 
 def reads_all(module: nn.Module) -> bool:

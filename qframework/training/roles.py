@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType
 from typing import Any, Literal
 
@@ -356,8 +356,8 @@ def children_whose_weight_is_read(module: nn.Module, dtype: bool = True) -> set[
     """The children whose weight ``forward`` reads, ``self.qkv.weight``; all where it reads weights in another way.
 
     Not those that it also calls, where only one of several paths reads the weight's values, as in Bloom, or another
-    module's weight is read, as in adapters of PEFT. Code that asks for the dtype (T5's) does so on every path: with
-    ``dtype``, its children count although it calls them.
+    module's weight is read, as in adapters of PEFT; but those whose weight it gives to ``F.linear``. Code that asks
+    for the dtype (T5's) does so on every path: with ``dtype``, its children count although it calls them.
     """
     read, kept, called = set[str](), set[str](), set[str]()
     for code in _forwards(module):
@@ -372,10 +372,10 @@ def children_whose_weight_is_read(module: nn.Module, dtype: bool = True) -> set[
                 read |= {name for name, _ in held(module)}
             else:
                 (kept if user.argval == "dtype" else read).add(child.argval)
-    return (kept if dtype else set()) | (read - called)
+    return (kept if dtype else set()) | (read - called) | _multiplied_children(module)
 
 
-def children_whose_weight_is_multiplied(module: nn.Module) -> set[str]:
+def _multiplied_children(module: nn.Module) -> set[str]:
     """The children whose weight ``forward`` gives to ``F.linear``, on any of its paths; none if its source is unknown.
 
     timm's BEiT, EVA and Swin V2 compute ``F.linear(x, self.qkv.weight, bias)`` or ``self.qkv(x)``, as an option says.
@@ -383,17 +383,18 @@ def children_whose_weight_is_multiplied(module: nn.Module) -> set[str]:
     return {child for code in _forwards(module) for child in _multiplied(code)}
 
 
-def _multiplied(code: CodeType) -> Iterator[str]:
+@lru_cache(maxsize=1024)
+def _multiplied(code: CodeType) -> frozenset[str]:
     """The names in ``linear(..., self.child.weight, ...)``."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError):  # no file with the source; a lambda in the middle of a line
-        return
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", None)) == "linear":
-            for given in (*call.args, *(each.value for each in call.keywords)):
-                if match := re.fullmatch(r"self\.(\w+)\.weight", ast.unparse(given)):
-                    yield match[1]
+        return frozenset()
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    linears = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", None)) == "linear"]
+    given = [each for call in linears for each in (*call.args, *(keyword.value for keyword in call.keywords))]
+    found = (re.fullmatch(r"self\.(\w+)\.weight", ast.unparse(each)) for each in given)
+    return frozenset(match[1] for match in found if match)
 
 
 def _called(steps: Sequence[dis.Instruction]) -> set[str]:
