@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from qframework.compat.operators import registered
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qframework"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
@@ -63,6 +65,17 @@ def test_a_module_imports_only_from_modules_above_it(module: Path) -> None:
         assert not inside & set(rooms[own + 1 :])
         checked += 1
     assert checked or module == PACKAGE / "kernels" / "__init__.py"
+
+
+def test_the_table_of_operators_is_complete() -> None:
+    """Every operator and overload, and no other."""
+    for module in ("kernels", "training"):
+        importlib.import_module(f"qframework.{module}")
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## Operators")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`([\w.]+)\(", row)]
+    assert sorted(named) == sorted(registered("qframework"))
 
 
 def test_stem_table_names_existing_files() -> None:

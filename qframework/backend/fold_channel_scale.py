@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.backend.hoist_quantize import is_quantized_linear, mark_int8
+from qframework.backend.hoist_quantize import mark_int8
 from qframework.backend.lowering import Lowering, ScaleConstants, erase_unused
-from qframework.backend.quantized_linear import find_epilogue, static_quantization
+from qframework.backend.quantized_linear import find_epilogue, is_quantized_linear, static_quantization
 from qframework.compat.dynamo import guard_identity
 from qframework.graph.nodes import Constants, argument, fake_value, linear_call, operation
 

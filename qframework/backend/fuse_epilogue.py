@@ -19,14 +19,20 @@ import torch
 from torch.fx import Node
 
 from qframework.backend.lowering import Lowering
-from qframework.backend.quantized_linear import Epilogue, Quantized, find_epilogue, insert_int8_linear
+from qframework.backend.quantized_linear import (
+    Epilogue,
+    Quantized,
+    find_epilogue,
+    insert_int8_linear,
+    int8_linear_arguments,
+    is_int8_linear,
+)
 from qframework.backend.report import LayerReport
-from qframework.graph.nodes import LinearCall, argument, fake_value, layer_name
+from qframework.graph.nodes import LinearCall, fake_value, layer_name
 from qframework.graph.writes import written_between
 
 _ours = torch.ops.qframework
 _QUANTIZE = (_ours.quantize.default, _ours.dynamic_quantize.default)
-_INT8_LINEAR = (_ours.int8_linear.default, _ours.int8_linear)
 
 
 def fuse_epilogue(lowering: Lowering) -> None:
@@ -34,34 +40,30 @@ def fuse_epilogue(lowering: Lowering) -> None:
     gm = lowering.gm
     _share_quantize(lowering)
     for node in list(gm.graph.nodes):
-        if node.target not in _INT8_LINEAR:
+        if not is_int8_linear(node):
             continue
         name, own = layer_name(node), _own_epilogue(node)
         epilogue = own or find_epilogue(node)
         if epilogue.end is not node:
-            a, a_scale, b, b_scale = (argument(node, place, role) for place, role in enumerate(_OPERANDS))
-            call = LinearCall(a, b, argument(node, 4, "bias"))
-            node = insert_int8_linear(gm, call, Quantized(a, a_scale), Quantized(b, b_scale), epilogue, lowering.scales)
+            x = int8_linear_arguments(node)
+            a, b = Quantized(x.a, x.a_scale), Quantized(x.b, x.b_scale)
+            node = insert_int8_linear(gm, LinearCall(x.a, x.b, x.bias), a, b, epilogue, lowering.scales)
         lowering.layers[node] = name
         lowering.reports.append(LayerReport(name, True, epilogue.describe(), ""))
 
 
-_OPERANDS = ("a", "a_scale", "b", "b_scale")
-
-
 def is_bare_int8_linear(node: Node) -> bool:
     """Whether the node is an ``int8_linear`` that the model calls and that can be given an epilogue."""
-    return node.target in _INT8_LINEAR and _own_epilogue(node) is None
+    return is_int8_linear(node) and _own_epilogue(node) is None
 
 
 def _own_epilogue(node: Node) -> Epilogue | None:
     """The epilogue that a call already has, or with which it cannot be extended; None if there is none."""
-    activation: str = argument(node, 5, "activation", default="none")
-    residual, out_scale = argument(node, 6, "residual"), argument(node, 7, "out_scale")
+    x = int8_linear_arguments(node)
     unknown = fake_value(node) is None  # the dtype of a new call would be unknown as well
-    if activation == "none" and residual is None and out_scale is None and not unknown:
+    if x.activation == "none" and x.residual is None and x.out_scale is None and not unknown:
         return None
-    return Epilogue(node, activation, residual, out_scale)
+    return Epilogue(node, x.activation, x.residual, x.out_scale)
 
 
 def _share_quantize(lowering: Lowering) -> None:

@@ -28,13 +28,12 @@ import torch
 from torch.fx import Node
 
 from qframework.backend.lowering import Lowering
-from qframework.backend.quantized_linear import static_quantization
+from qframework.backend.quantized_linear import int8_linear_arguments, is_int8_linear, static_quantization
 from qframework.compat.dynamo import recorded_value
 from qframework.graph.nodes import activation_name, add_call, argument, fake_value, operation
 from qframework.graph.selections import selection
 from qframework.graph.shapes import same, same_shape, traced_size
 from qframework.graph.writes import written_between
-from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.tile import MAX_FEW_ROWS
 from qframework.kernels.linear.tiles import gated_tile
 from qframework.kernels.runtime.chip import capability_of, chip_of
@@ -42,7 +41,6 @@ from qframework.kernels.runtime.gluon import HAS_GLUON
 
 _ours = torch.ops.qframework
 aten = torch.ops.aten
-_INT8_LINEAR = (_ours.int8_linear.default, _ours.int8_linear)
 _ALIGNMENT = 16  # bytes, of rows that TMA addresses
 _DTYPES = (torch.float16, torch.bfloat16)
 _ROWS_OF_HALVES = 512  # from which both halves of one linear gain even if their product is then quantized per token
@@ -104,9 +102,9 @@ def _factor(operand: Node) -> _Factor | None:
     if part is not None:
         chain += part.chain
     linear = chain[-1]
-    if linear.target not in _INT8_LINEAR:
+    if not is_int8_linear(linear):
         return None
-    call, outputs = _call(linear), _outputs(linear)
+    call, outputs = int8_linear_arguments(linear), _outputs(linear)
     if call.residual is not None or call.out_scale is not None:
         return None
     start, stop = (0, outputs) if part is None else (part.start, part.stop)
@@ -115,11 +113,6 @@ def _factor(operand: Node) -> _Factor | None:
             return None
         activation = call.activation
     return _Factor(linear, start, stop, activation, chain)
-
-
-def _call(linear: Node) -> Any:
-    """The ``Int8LinearArguments`` of a node, with nodes for tensors."""
-    return Int8LinearArguments(*linear.args, **linear.kwargs)  # type: ignore[arg-type]
 
 
 class _Part(NamedTuple):
@@ -161,7 +154,7 @@ def _last_dimension(node: Node, dim: int) -> int | None:
 
 def _are_alike(gate: _Factor, up: _Factor) -> bool:
     """Whether both linears have one input, and parameters of one kind."""
-    left, right = _call(gate.linear), _call(up.linear)
+    left, right = int8_linear_arguments(gate.linear), int8_linear_arguments(up.linear)
     if left.a is not right.a or left.a_scale is not right.a_scale or (left.bias is None) != (right.bias is None):
         return False
     scales = [fake_value(each) for each in (left.b_scale, right.b_scale)]
@@ -183,7 +176,7 @@ def _is_closed(found: _Gated) -> bool:
 
 
 def _outputs(linear: Node) -> int:
-    fake = fake_value(_call(linear).b)
+    fake = fake_value(int8_linear_arguments(linear).b)
     return -1 if fake is None else traced_size(fake.shape[0])
 
 
@@ -203,7 +196,7 @@ def _pays(found: _Gated) -> bool:
     With the quantization behind it, it always is. A result in 16 bit is written and read again: that is no faster than
     two linears whose product the quantization reads, where the linears take long, nor than one linear of few rows.
     """
-    call = _call(found.gate.linear)
+    call = int8_linear_arguments(found.gate.linear)
     x, weight, result = (fake_value(node) for node in (call.a, call.b, found.product))
     if x is None or weight is None or result is None or not HAS_GLUON or capability_of(x.device) != (9, 0):
         return False
@@ -236,7 +229,7 @@ def _is_possible(found: _Gated) -> bool:
 
 def _replace(found: _Gated, lowering: Lowering) -> None:
     end = found.product if found.quantize is None else found.quantize
-    calls = [_call(factor.linear) for factor in (found.gate, found.up)]
+    calls = [int8_linear_arguments(factor.linear) for factor in (found.gate, found.up)]
     requantization: tuple[Any, ...]
     requantization = None, recorded_value(found.product).dtype, None
     if found.quantize is not None:

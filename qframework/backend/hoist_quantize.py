@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import Lowering, ScaleConstants
-from qframework.backend.quantized_linear import CannotLower, find_epilogue, quantized_operands, static_quantize_scale
+from qframework.backend.quantized_linear import find_epilogue, is_quantized_linear, static_quantize_scale
 from qframework.compat.dynamo import VALUE_KEYS
 from qframework.graph.channels import ChannelView, Leaf, quantized_everywhere
-from qframework.graph.nodes import Constants, fake_value, layer_name, linear_call
+from qframework.graph.nodes import fake_value, linear_call
 from qframework.numerics import QMAX
 
 _decomposed = torch.ops.quantized_decomposed
@@ -53,16 +53,6 @@ def hoist_quantize(lowering: Lowering) -> None:
             _quantize_here(gm, epilogue.end, channel_scales.node(gm, epilogue.end, fake.device, scales))
             erase_quantize(gm, leaves)
             mark_int8(views)
-
-
-def is_quantized_linear(linear: Node, constants: Constants) -> bool:
-    """Whether the input and the weight of a linear are dequantized in a form that ``int8_linear`` supports."""
-    call, name = linear_call(linear), layer_name(linear)
-    assert call is not None
-    try:
-        return None not in quantized_operands(call, constants, name)
-    except CannotLower:
-        return False
 
 
 def is_static_quantize(node: Node, value: Node) -> bool:

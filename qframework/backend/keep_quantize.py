@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from qframework.backend.lowering import Lowering
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.nodes import RESHAPES, argument, behind, fake_value, operation
 from qframework.graph.shapes import traced_size
 
 _ours = torch.ops.qframework
@@ -39,7 +39,7 @@ Inductor keeps a row of 1,024 values. Measured on an H100 (``other/2026-11-27-h1
 79 and 45; of 8,192 rows of 8,192 values GELU 232 and 192, SiLU 150 and 174. ReLU, one or two additions and products,
 and norms are faster in one kernel, or as fast."""
 
-_VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "clone", "to"}
+_VIEWS = {*RESHAPES, "transpose", "permute", "contiguous", "clone", "to"}
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "instance_norm"}
 _COUNTED = {"add": 1, "sub": 1, "mul": 1, "div": 1, "addcmul": 2, "addcdiv": 2, "lerp": 2}
 _MANY_OPERATIONS = 3
@@ -89,7 +89,7 @@ def _chain(x: Node, size: int) -> list[Node]:
     A norm that is written out is known by an operand with one value for each row.
     """
     found: list[Node] = []
-    waiting = [_behind_views(x)]
+    waiting = [behind(x, _VIEWS)]
     while waiting:
         node = waiting.pop()
         if operation(node) in _NORMS:
@@ -102,7 +102,7 @@ def _chain(x: Node, size: int) -> list[Node]:
             if fake is not None and fake.ndim > 0 and traced_size(fake.shape[-1]) == 1:
                 return []
             if fake is not None and _elements(fake.shape) == size:
-                waiting.append(_behind_views(operand))
+                waiting.append(behind(operand, _VIEWS))
     return found
 
 
@@ -122,9 +122,3 @@ def _not_fused(x: object) -> bool:
     if not isinstance(x, Node) or fake is None or fake.device.type != "cuda":
         return False
     return x.op in ("placeholder", "get_attr") or is_written_by_int8_linear(x) or is_computed_twice(x)
-
-
-def _behind_views(node: Node) -> Node:
-    while operation(node) in _VIEWS and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node

@@ -30,7 +30,7 @@ from torch.fx import Node
 from qframework.backend import keep_quantize
 from qframework.backend.lower_depthwise import has_own_kernel
 from qframework.backend.quantized_linear import find_epilogue
-from qframework.graph.nodes import LinearCall, fake_value, linear_call, operation
+from qframework.graph.nodes import RESHAPES, LinearCall, behind, fake_value, linear_call, operation
 from qframework.graph.norms import norm_call
 from qframework.graph.shapes import Size, traced_size
 from qframework.kernels.linear.tile import MAX_FEW_ROWS
@@ -49,7 +49,7 @@ _ACTIVATION = 1.9  # us of a kernel that INT8 saves, since its epilogue computes
 _BYTES = 2.5e6  # in a us: a sum that the next norm's kernel would write and read otherwise
 _LEAST_SAVED = 0.2  # of the time of separate products, by estimate: below, they may save nothing
 _OPERATIONS = {"add", "sub", "mul", "div", "relu", "gelu", "silu", "sigmoid", "tanh", "dropout", "pow", "addcmul"}
-_VIEWS = {"view", "reshape", "flatten", "unflatten", "contiguous", "clone", "to"}
+_VIEWS = {*RESHAPES, "contiguous", "clone", "to"}
 _ELEMENTWISE = {*_VIEWS, *_OPERATIONS, "transpose", "permute"}
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution"}
 
@@ -160,7 +160,7 @@ def _input_us(x: Node, rows: int, channels: int) -> float:
     """What quantizing ``x (rows, channels)`` takes beside what is computed anyway."""
     if (convolution := _convolution_behind(x)) is not None:
         return _alone_us(rows, channels) if has_own_kernel(convolution) else _OF_CHANNELS
-    x = _behind(x, _VIEWS)
+    x = behind(x, _VIEWS)
     if norm_call(x) is not None:
         return _WITH_A_NORM + _OF_A_ROW * rows
     if operation(x) in _OPERATIONS and channels <= _LONGEST:
@@ -177,7 +177,7 @@ def _alone_us(rows: int, channels: int) -> float:
 
 def _convolution_behind(x: Node) -> Node | None:
     """The convolution from whose result a norm or operations compute ``x``, and from no other large tensor."""
-    x = _behind(x, _VIEWS)
+    x = behind(x, _VIEWS)
     norm = norm_call(x)
     if norm is None and operation(x) not in _OPERATIONS:
         return None
@@ -192,9 +192,3 @@ def _joins(node: Node) -> bool:
     fakes = [fake_value(each) for each in (node, *node.all_input_nodes)]
     sizes = [0 if fake is None else math.prod(map(traced_size, fake.shape)) for fake in fakes]
     return sizes[1:].count(sizes[0]) > 1
-
-
-def _behind(node: Node, operations: set[str]) -> Node:
-    while operation(node) in operations and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node

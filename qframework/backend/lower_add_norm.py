@@ -32,14 +32,13 @@ from qframework.backend.lower_norm import (
     is_possible,
     is_written,
     keeps_dtype,
-    needs_gradient,
     norm_arguments,
     norm_before,
     replace_norms,
 )
 from qframework.backend.lowering import Lowering
 from qframework.compat.dynamo import recorded_value
-from qframework.graph.nodes import add_call, argument, fake_value, operation
+from qframework.graph.nodes import RESHAPES, add_call, argument, fake_value, needs_gradient, operation
 from qframework.graph.norms import NormCall, norm_call
 from qframework.graph.shapes import same_shape
 
@@ -52,7 +51,6 @@ INT8_ROWS = range(768, 8193)
 
 _OPERATORS = (_ours.add_norm.default, _ours.add_norm_quantize.default, _ours.add_norm_dynamic_quantize.default)
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"}
-_VIEWS = {"view", "reshape", "flatten", "unflatten"}
 
 
 class _Match(NamedTuple):
@@ -66,8 +64,7 @@ class _Match(NamedTuple):
 
 def lower_add_norm(lowering: Lowering) -> None:
     """Replace every such sum and norm."""
-    if FLOAT_ROWS or INT8_ROWS:
-        replace_norms(lowering, _replace)
+    replace_norms(lowering, _replace)
 
 
 def _replace(gm: GraphModule, node: Node) -> set[Node]:
@@ -83,7 +80,7 @@ def _replace(gm: GraphModule, node: Node) -> set[Node]:
     parameters = [*norm.input_nodes[1:], *match.extra]
     if any(total < each for each in parameters) or is_written(norm, node, *match.extra):  # by an in-place sum, say
         return set()
-    if needs_gradient([*summands, *parameters]):
+    if needs_gradient(map(fake_value, [*summands, *parameters])):
         return set()
     return _insert(gm, node, match, summands)
 
@@ -104,7 +101,7 @@ def _readers(node: Node) -> list[Node]:
     """What reads a node, or a view of it that copies nothing."""
     found: list[Node] = []
     for user in node.users:
-        found += _readers(user) if operation(user) in _VIEWS else [user]
+        found += _readers(user) if operation(user) in RESHAPES else [user]
     return found
 
 

@@ -30,7 +30,7 @@ from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import AttentionCall, Refused, sdpa_call, spelled_out_call
 from qframework.graph.causal_masks import with_causal_flag
 from qframework.graph.index_values import Values, index_values
-from qframework.graph.nodes import argument, fake_value, layer_name, operation
+from qframework.graph.nodes import argument, fake_value, layer_name, needs_gradient, operation
 from qframework.graph.relative_position import decomposed
 from qframework.graph.replace_attention import name_shapes, replace_attention
 from qframework.graph.shapes import traced_size
@@ -210,8 +210,7 @@ def _reason_against(option: str, operands: Sequence[Tensor]) -> str | None:
     """Why the device, or gradients, which are those of exact attention, rule out ``option``; None if nothing does."""
     if (reason := _why_not(option, operands[0].device)) is not None:
         return reason
-    needed = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-    return NEEDS_GRADIENTS[option] if needed else None
+    return NEEDS_GRADIENTS[option] if needs_gradient(operands) else None
 
 
 def _why_not(option: str, device: torch.device) -> str | None:

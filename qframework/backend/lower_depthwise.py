@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from qframework.backend.lower_norm import needs_gradient
+from qframework.backend.lowering import Lowering
 from qframework.compat.dynamo import record_value, recorded_value
 from qframework.graph.depthwise import DepthwiseCall, depthwise_call
-from qframework.graph.nodes import activation_name, add_call, argument, fake_value, operation
+from qframework.graph.nodes import RESHAPES, activation_name, add_call, argument, fake_value, needs_gradient, operation
 from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
 from qframework.kernels.runtime.chip import capability_of
 
 _ours = torch.ops.qframework
 aten = torch.ops.aten
-_VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"}
+_VIEWS = {*RESHAPES, "transpose", "permute", "contiguous"}
 _FASTER = (3, 9)  # taps
 _DTYPES = (torch.float16, torch.bfloat16)
 
@@ -45,11 +45,11 @@ class _Chain(NamedTuple):
     quantize: Node | None
 
 
-def lower_depthwise(gm: GraphModule) -> None:
-    """Replace every such convolution, in place."""
-    for node in list(gm.graph.nodes):
+def lower_depthwise(lowering: Lowering) -> None:
+    """Replace every such convolution."""
+    for node in list(lowering.gm.graph.nodes):
         chain = _chain(node) if has_own_kernel(node) else None
-        if chain is not None and not needs_gradient(chain.call.input_nodes):
+        if chain is not None and not needs_gradient(map(fake_value, chain.call.input_nodes)):
             _replace(node, chain)
 
 

@@ -48,10 +48,11 @@ def lower_linear(lowering: Lowering) -> None:
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
         if a is None or b is None:
-            small = why_too_small(call.input, call.weight, False)
-            reason = calibration_notes(node) or small or _reason_for_float(a, b, quantized_elsewhere)
             if quantized_elsewhere and a is b and lowering.constants.value(call.weight) is None:
                 reason = NO_PARAMETER
+            else:
+                small = why_too_small(call.input, call.weight, False)
+                reason = calibration_notes(node) or small or _reason_for_float(a, b, quantized_elsewhere)
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)

@@ -17,7 +17,7 @@ computes is left to it, since one kernel then does both, except for some row len
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.keep_quantize import has_many_rows, is_per_token, is_written_by_int8_linear
 from qframework.backend.lowering import Lowering
-from qframework.graph.nodes import argument, fake_value, linear_call, operation
+from qframework.graph.nodes import RESHAPES, argument, fake_value, linear_call, needs_gradient, operation
 from qframework.graph.norms import NormCall, norm_call
 from qframework.graph.shapes import same_shape
 from qframework.graph.writes import written_between
@@ -79,7 +79,7 @@ def _lower(gm: GraphModule, node: Node) -> set[Node]:
         return _fuse_quantize(gm, node, norm)
     if (norm := norm_call(node)) is None or not is_possible(norm) or not keeps_dtype(norm, node):
         return set()
-    return set() if needs_gradient(norm.input_nodes) else _lower_alone(gm, node, norm)
+    return set() if needs_gradient(map(fake_value, norm.input_nodes)) else _lower_alone(gm, node, norm)
 
 
 def norm_before(node: Node) -> NormCall | None:
@@ -196,7 +196,7 @@ def comes_from_memory(x: Node) -> bool:
 
 def behind_views(x: Node) -> Node:
     """What ``x`` is a reshape of, such as windows or an image of the same tokens, as long as that copies nothing."""
-    while operation(x) in ("view", "reshape", "flatten", "unflatten"):
+    while operation(x) in RESHAPES:
         source: Any = x.args[0]
         fake = fake_value(source)
         if fake is None or not fake.is_contiguous():
@@ -209,12 +209,6 @@ def keeps_dtype(norm: NormCall, node: Node) -> bool:
     """Whether the result has the dtype of the norm's input."""
     x, result = fake_value(norm.input), fake_value(node)
     return x is not None and result is not None and x.dtype == result.dtype
-
-
-def needs_gradient(nodes: Iterable[Node]) -> bool:
-    """Whether a gradient of one of these values is needed."""
-    values = [fake_value(node) for node in nodes]
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in values)
 
 
 def _is_parameter(node: Node | None) -> bool:

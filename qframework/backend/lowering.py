@@ -20,7 +20,10 @@ _PREFIX = "_qframework_scale_"  # of the names of buffers
 
 
 class ScaleConstants:
-    """Turns scales and zero points that are numbers in the graph into one-element buffers on the layer's device."""
+    """The buffers that the lowering adds to a graph: scales and zero points that were numbers, and computed tensors.
+
+    A number becomes a buffer of one element on the layer's device, which all its readers share.
+    """
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
@@ -87,7 +90,7 @@ class Lowering:
         gm: the graph.
         options: of the backend.
         constants: the real tensors behind parameters and buffers.
-        scales: buffers for scales, shared by all passes.
+        scales: the buffers that passes add, shared by all of them.
         reports: on the layers that the passes so far have handled.
         order: the position of each layer's first node.
         converted: the ``int8_linear`` nodes of layers that PT2E quantized. Their weights are tensors of one model: no

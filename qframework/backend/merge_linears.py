@@ -32,23 +32,18 @@ from torch.fx import Node
 
 from qframework.backend.linear_gain import pays_to_join
 from qframework.backend.lowering import Lowering
+from qframework.backend.quantized_linear import int8_linear_arguments
 from qframework.backend.watched_values import Operand, WatchedValues
 from qframework.compat.dispatch import FakeTensor
 from qframework.compat.dynamo import record_value, recorded_value
 from qframework.graph.nodes import fake_value
 from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
-from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
+from qframework.kernels.linear.arguments import is_per_channel
 
 _int8_linear = torch.ops.qframework.int8_linear.default
 _slice = torch.ops.aten.slice.Tensor
 _ALIGNMENT = 16  # bytes, of the slices of a copy: what kernels load at once
-
-
-def _call(node: Node) -> Any:
-    """The ``Int8LinearArguments`` of a node that the lowering made, with nodes for tensors."""
-    args: Any = node.args
-    return Int8LinearArguments(*args)
 
 
 def merge_linears(lowering: Lowering) -> None:
@@ -76,7 +71,7 @@ def _groups(lowering: Lowering) -> list[list[Node]]:
     run_of = {node: number for number, run in enumerate(runs) for node in run}
     groups: dict[Any, list[Node]] = {}
     for node in candidates:
-        call = _call(node)
+        call = int8_linear_arguments(node)
         run = -1 if _is_frozen(node, lowering) else run_of[node]
         key = call.a, call.a_scale, call.result_dtype, run
         groups.setdefault(key, []).append(node)
@@ -84,13 +79,13 @@ def _groups(lowering: Lowering) -> list[list[Node]]:
 
 
 def _is_frozen(node: Node, lowering: Lowering) -> bool:
-    call = _call(node)
+    call = int8_linear_arguments(node)
     return lowering.scales.owns(call.b) and lowering.scales.owns(call.b_scale)
 
 
 def _can_join(node: Node, lowering: Lowering) -> bool:
     """Whether the values of a linear's parameters are known, and the kernel can take its epilogue beside others."""
-    call = _call(node)
+    call = int8_linear_arguments(node)
     if call.activation != "none" or call.residual is not None or call.out_zero_point is not None:
         return False
     if _is_frozen(node, lowering):
@@ -125,7 +120,9 @@ def _is_scale_of_channels(call: Any, lowering: Lowering) -> bool:
 def _is_written(nodes: Sequence[Node], lowering: Lowering) -> bool:
     """Whether the graph itself may write what would be copied."""
     graph = lowering.gm.graph
-    parameters = [each for node in nodes for each in _parameters(_call(node)) if not lowering.scales.owns(each)]
+    parameters = [
+        each for node in nodes for each in _parameters(int8_linear_arguments(node)) if not lowering.scales.owns(each)
+    ]
     return written_between(next(iter(graph.nodes)), graph.output_node(), parameters) is not None
 
 
@@ -138,7 +135,7 @@ def _pays(nodes: Sequence[Node], lowering: Lowering) -> bool:
     """Whether one product is worth its memory: the weights once more, unless they are moved."""
     if _is_frozen(nodes[0], lowering):
         return True
-    calls = [_call(node) for node in nodes]
+    calls = [int8_linear_arguments(node) for node in nodes]
     outputs, size = [len(_value(call.b, lowering)) for call in calls], calls[0].result_dtype.itemsize
     x = fake_value(calls[0].a)
     return x is not None and all(n * size % _ALIGNMENT == 0 for n in outputs) and pays_to_join(x, outputs)
@@ -170,7 +167,7 @@ def _slices(nodes: Sequence[Node]) -> list[FakeTensor] | None:
 
 def _merge(nodes: list[Node], values: list[FakeTensor], lowering: Lowering, watched: WatchedValues) -> None:
     """Replace the linears by one at the place of the first, and its slices."""
-    graph, scales, calls = nodes[0].graph, lowering.scales, [_call(node) for node in nodes]
+    graph, scales, calls = nodes[0].graph, lowering.scales, [int8_linear_arguments(node) for node in nodes]
     joined = _joined_parameters(calls, lowering, watched)
     ends = list(itertools.accumulate(value.shape[-1] for value in values))
     with graph.inserting_before(nodes[0]):

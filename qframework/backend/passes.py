@@ -125,7 +125,7 @@ LOWERING: tuple[Pass, ...] = (
     merge_linears,  # after the quantizations of their input are one, and after biases are known
     group_weights,
     fuse_hadamard,
-    on_graph(lower_depthwise),
+    lower_depthwise,
     lower_add_norm,
     lower_norm,
     keep_dynamic_quantize,

@@ -21,10 +21,12 @@ from qframework.graph.nodes import (
     argument,
     fake_value,
     layer_name,
+    linear_call,
     why_not_plain,
 )
 from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
+from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX
 
 NO_PARAMETER = "its weight must be a parameter of a module, got one that is computed in the graph or passed in"
@@ -33,6 +35,7 @@ _CONTIGUOUS = "qframework_may_be_contiguous"  # in a node's meta
 
 _decomposed = torch.ops.quantized_decomposed
 _ours = torch.ops.qframework
+_INT8_LINEAR = (_ours.int8_linear.default, _ours.int8_linear)  # a model may call the second
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,16 @@ def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tu
     if a is not None and b is not None and (reason := reason_against_operands(call)):
         raise CannotLower(reason)
     return a, b
+
+
+def is_quantized_linear(linear: Node, constants: Constants) -> bool:
+    """Whether the input and the weight of a linear are dequantized in a form that ``int8_linear`` supports."""
+    call, name = linear_call(linear), layer_name(linear)
+    assert call is not None
+    try:
+        return None not in quantized_operands(call, constants, name)
+    except CannotLower:
+        return False
 
 
 def _is_one(scale: float | Node) -> bool:
@@ -165,6 +178,16 @@ def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -
             f"layer {layer!r}: the scale of its {role} must be positive and finite, got {worst}. "
             "Calibrate with data that reaches this layer"
         )
+
+
+def is_int8_linear(node: Node) -> bool:
+    """Whether a node is an ``int8_linear``, of the lowering or of the model itself."""
+    return node.target in _INT8_LINEAR
+
+
+def int8_linear_arguments(node: Node) -> Any:
+    """The ``Int8LinearArguments`` of an ``int8_linear`` node, with nodes in place of tensors."""
+    return Int8LinearArguments(*node.args, **node.kwargs)  # type: ignore[arg-type]
 
 
 def find_epilogue(linear: Node) -> Epilogue:

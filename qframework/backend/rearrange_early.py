@@ -23,10 +23,9 @@ from torch.fx import Node
 
 from qframework.backend.float_linear import why_float
 from qframework.backend.fuse_epilogue import is_bare_int8_linear
-from qframework.backend.hoist_quantize import is_quantized_linear
 from qframework.backend.keep_quantize import is_per_token
 from qframework.backend.lowering import Lowering
-from qframework.backend.quantized_linear import may_be_contiguous, operands_read
+from qframework.backend.quantized_linear import is_quantized_linear, may_be_contiguous, operands_read
 from qframework.compat import pytree
 from qframework.compat.dynamo import VALUE_KEYS, recorded_value
 from qframework.graph.nodes import added_to, argument, fake_value, linear_call

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qframework.backend.lowering import Lowering
-from qframework.graph.nodes import add_call, argument, fake_value, is_sage_attention
+from qframework.graph.nodes import add_call, argument, fake_value, is_sage_attention, needs_gradient
 from qframework.graph.writes import written_between
 from qframework.kernels.attention.arguments import SageAttentionArguments
 from qframework.kernels.attention.auto import hopper_of, reads_blocks
@@ -67,7 +67,7 @@ def _blocks_of(node: Node) -> _Shared | None:
     sizes = [size for fake in fakes for size in (*fake.shape, *fake.stride())]
     static = all(isinstance(size, int) for size in sizes)
     chip = hopper_of(query.device)
-    if not static or chip is None or query.ndim != 4 or kept.dtype != torch.bool or _needs_gradients(*fakes):
+    if not static or chip is None or query.ndim != 4 or kept.dtype != torch.bool or needs_gradient(fakes):
         return None
     queries, keys, key_heads = query.shape[2], key.shape[2], key.shape[1]
     if (causal and keys > queries) or not (x.enable_gqa or query.shape[1] == key_heads):
@@ -82,10 +82,6 @@ def _arguments(node: Node) -> SageAttentionArguments:
     fields, defaults = SageAttentionArguments._fields, SageAttentionArguments._field_defaults
     given = [argument(node, i, name, default=defaults.get(name)) for i, name in enumerate(fields)]
     return SageAttentionArguments(*given)
-
-
-def _needs_gradients(*operands: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 
 
 def _sizes_of(mask: Tensor) -> MaskSizes:

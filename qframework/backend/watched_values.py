@@ -35,17 +35,37 @@ class _Watched(NamedTuple):
     operands: list[Operand]
 
 
-class WatchedValues:
-    """Buffers that are computed from a graph's inputs, again when one of these was replaced or written.
+class WatchedTensors:
+    """Tensors as they were when they were accepted.
 
     Misses in-place writes through ``.data`` and to tensors created in inference mode.
     """
 
     def __init__(self) -> None:
-        self._watched: list[_Watched] = []
-        self._operands: list[Operand] = []
         self._known: list[Tensor] = []
         self._accepted: list[int] = []
+
+    def _is_unchanged(self, values: list[Any]) -> bool:
+        """Whether these are the accepted tensors, and none was written since. Part of every call's host time."""
+        return all(map(operator.is_, values, self._known)) and self._state() == self._accepted
+
+    def _accept(self, values: list[Any]) -> None:
+        self._known = values
+        self._counted = [value for value in values if not value.is_inference()]  # inference tensors count no writes
+        self._accepted = self._state()
+
+    def _state(self) -> list[int]:
+        """Where the values are, and how often they were written."""
+        return [*map(Tensor.data_ptr, self._known), *writes_of_all(self._counted)]
+
+
+class WatchedValues(WatchedTensors):
+    """Buffers that are computed from a graph's inputs, again when one of these was replaced or written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: list[_Watched] = []
+        self._operands: list[Operand] = []
 
     def __bool__(self) -> bool:
         return bool(self._watched)
@@ -61,18 +81,9 @@ class WatchedValues:
         """Compute the buffers again, in place, if necessary. ``args`` are the inputs of a call."""
         # written out: a call of `now` for each takes a fifth of the check's time
         values = [each.value if each.index is None else args[each.index] for each in self._operands]
-        if all(map(operator.is_, values, self._known)) and self._state() == self._accepted:
+        if self._is_unchanged(values):
             return
         with torch.no_grad():
             for watched in self._watched:
                 watched.buffer.copy_(watched.compute(*(each.now(args) for each in watched.operands)))
         self._accept(values)
-
-    def _accept(self, values: list[Any]) -> None:
-        self._known = values
-        self._counted = [value for value in values if not value.is_inference()]  # inference tensors count no writes
-        self._accepted = self._state()
-
-    def _state(self) -> list[int]:
-        """Where the values are, and how often they were written. Part of every call's host time."""
-        return [*map(Tensor.data_ptr, self._known), *writes_of_all(self._counted)]

@@ -6,7 +6,6 @@ the model, which may be written.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.compat.dispatch import writes_of_all
+from qframework.backend.watched_values import WatchedTensors
 from qframework.errors import QFrameworkError
 from qframework.graph.nodes import Constants, layer_name
 
@@ -45,11 +44,11 @@ def left_out(zero_points: dict[Node, str], constants: Constants) -> WatchedZeroP
     return WatchedZeroPoints(watched) if watched else None
 
 
-class WatchedZeroPoints:
+class WatchedZeroPoints(WatchedTensors):
     """Zero points among a graph's inputs.
 
     On a CPU each call checks their values. On a GPU, where that would synchronize, a call checks them only after one
-    was replaced or written. It misses in-place writes through ``.data`` and to tensors created in inference mode.
+    was replaced or written.
 
     ``watched`` maps the index of an input to the layer and the zero points.
     """
@@ -62,28 +61,15 @@ class WatchedZeroPoints:
     def check(self, args: Sequence[Any]) -> None:
         """Raise QFrameworkError if a value is no longer zero."""
         values = [args[index] for index in self._indices]
-        if not self._unchanged(values):
+        if not self._is_unchanged(values) or any(map(np.count_nonzero, self._on_cpu)):
             for layer, value in zip(self._layers, values, strict=True):
                 _require_zero(layer, value)
             self._accept(values)
 
-    def _unchanged(self, values: list[Tensor]) -> bool:
-        return (
-            all(map(operator.is_, values, self._known))
-            and self._state() == self._accepted
-            and not any(map(np.count_nonzero, self._on_cpu))
-        )
-
     def _accept(self, values: list[Tensor]) -> None:
-        self._known = values
-        self._counted = [value for value in values if not value.is_inference()]  # inference tensors count no writes
-        self._accepted = self._state()
+        super()._accept(values)
         # NumPy reads small arrays several times as fast as PyTorch, and a model has one for each layer.
         self._on_cpu = [value.detach().numpy() for value in values if value.device.type == "cpu"]
-
-    def _state(self) -> list[int]:
-        """Where the values are, and how often they were written. Part of every call's host time."""
-        return [*map(Tensor.data_ptr, self._known), *writes_of_all(self._counted)]
 
 
 def _require_zero(layer: str, value: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,10 @@ _ACTIVATIONS = {
 _DROPOUT = {F.dropout, torch.dropout, torch.dropout_, aten.dropout.default, aten.dropout_.default}
 _ADD = {operator.add, torch.add, aten.add.Tensor}
 _ADD_IN_PLACE = {operator.iadd, aten.add_.Tensor}
+
+
+RESHAPES = {"view", "reshape", "flatten", "unflatten"}
+"""Operations that keep the order of all elements."""
 
 
 class LinearCall(NamedTuple):
@@ -172,6 +176,18 @@ def fake_value(node: Node) -> Tensor | None:
     """The fake tensor that tracing recorded for a node; None if it recorded none."""
     value = recorded_value(node)
     return value if isinstance(value, Tensor) else None
+
+
+def behind(node: Node, operations: Collection[str]) -> Node:
+    """The first node before ``node``, or itself, that is none of these operations on one tensor."""
+    while operation(node) in operations and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def needs_gradient(values: Iterable[Tensor | None]) -> bool:
+    """Whether gradients are on and one of these values requires one."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in values)
 
 
 def why_not_plain(value: Tensor | None) -> str | None:

@@ -51,6 +51,8 @@ class ConversionReport:
     kept: tuple[Kept, ...] = ()
     narrow: tuple[str, ...] = ()
     """Converted blocks of fewer channels than INT8 is faster with, where ``skip_slower`` is False."""
+    outside: tuple[str, ...] = ()
+    """Linears that are in no block, such as the head: they stay in float."""
 
     def __str__(self) -> str:
         size = ", blocks of {} x {}".format(*block_shape(self.block_size)) if self.mode == "per_block" else ""
@@ -61,6 +63,9 @@ class ConversionReport:
         for kind, reason in dict.fromkeys((row.kind, row.reason) for row in self.kept):
             names = [row.name for row in self.kept if (row.kind, row.reason) == (kind, reason)]
             lines.append(f"  {len(names):4} {kind} kept, {reason}: {names[0]}" + (", ..." if len(names) > 1 else ""))
+        if self.outside:
+            told = ", ".join(self.outside[:4]) + (", ..." if len(self.outside) > 4 else "")
+            lines.append(f"  {len(self.outside):4} linears outside of blocks kept: {told}")
         if self.narrow:
             first = self.narrow[0] + (", ..." if len(self.narrow) > 1 else "")
             lines.append(f"  {len(self.narrow)} blocks too narrow to be faster in INT8: {first}")
@@ -185,7 +190,13 @@ def restore_float(model: nn.Module) -> nn.Module:
 
 def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool, keep_weights: bool | None) -> None:
     model.__dict__[_REPORT] = ConversionReport(
-        plan.mode, plan.block_size, tuple(plan.blocks.values()), plan.converted, tuple(plan.kept), tuple(plan.narrow)
+        plan.mode,
+        plan.block_size,
+        tuple(plan.blocks.values()),
+        plan.converted,
+        tuple(plan.kept),
+        tuple(plan.narrow),
+        plan.outside,
     )
     for module, new in plan.news.items():
         try:

@@ -145,6 +145,8 @@ class Int8RMSNorm(nn.RMSNorm):
     Arguments, input, result and errors are those of Int8LayerNorm; ``eps=None`` means that of float32.
     """
 
+    weight_offset = 0.0  # added to the weight of a converted module that scales by ``1 + weight``
+
     def __init__(
         self,
         normalized_shape: int | tuple[int, ...],
@@ -177,7 +179,8 @@ class Int8RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return Int8RMSNormFunction.apply(x, self.weight, eps, self.block_size)
+        weight = self.weight.float() + self.weight_offset if self.weight_offset else self.weight
+        return Int8RMSNormFunction.apply(x, weight, eps, self.block_size)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block_size={self.block_size}"

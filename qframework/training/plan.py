@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,15 +19,20 @@ from qframework.compat.modules import parameters
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training.attention import AttentionGradient, Int8Attention
+from qframework.training.find_blocks import (
+    adapts,
+    blocks_below,
+    gives_blocks,
+    in_attention,
+    is_attention_name,
+    list_items,
+    reads_all,
+    units,
+)
 from qframework.training.replace import Replacement, gated_mlp, replacement, taken_name
 from qframework.training.roles import (
     GATED,
     Role,
-    gives_blocks,
-    held,
-    in_attention,
-    is_attention_name,
-    is_block,
     is_converted,
     is_gated_mlp,
     linear_role,
@@ -35,7 +40,6 @@ from qframework.training.roles import (
     obstacle,
     own_forward,
     role_of,
-    units,
 )
 
 Mode = Literal["per_block", "per_tensor", "per_token"]
@@ -51,6 +55,8 @@ MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
 _OWN_FORWARD = "its forward was replaced on the module itself"
 _OUTSIDE = "also used outside the converted blocks"
 _WRAPS = "it wraps a linear layer. Convert the model first, then add adapters to it (get_peft_model of PEFT)"
+_READS = "it reads the weights of its linears instead of calling them"
+_READ = "the {} around it reads its weight instead of calling it"
 _NO_MODULE = "no INT8 module computes the same"
 
 
@@ -74,10 +80,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Place:
-    """A place of a module in a block: its name in the model, and in the block."""
+    """A place of a module in a block: its name in the model, and in the block, and what reads its weight there."""
 
     name: str
     local: str
+    reader: nn.Module | None = None
 
 
 @dataclass
@@ -93,6 +100,7 @@ class ConversionPlan:
     kept: list[Kept] = field(default_factory=list)
     floats: list[nn.Module] = field(default_factory=list)
     obstacles: list[Kept] = field(default_factory=list)
+    outside: tuple[str, ...] = ()  # linears that are in no block
 
     @property
     def all_narrow(self) -> bool:
@@ -128,7 +136,9 @@ def make_plan(
     _check_names(model, "blocks", blocks or ())
     _check_names(model, "keep_float", keep_float)
     plan, everywhere = ConversionPlan(mode, block_size), _places(model)
-    for block in _find_blocks(model, blocks):
+    found = _find_blocks(model, blocks)
+    plan.outside = _outside(found, everywhere)
+    for block in found:
         asked = next((name for name in everywhere[block] if _matches(name, keep_float)), None)
         width, wanted = width_of(block), faster_from(block)
         narrow = mode == "per_block" and width < wanted
@@ -147,11 +157,13 @@ def make_plan(
             _keep(plan, module, asked, _ON_REQUEST)
         elif not isinstance(module, nn.Identity):
             _decide(plan, module, places, all(_ancestors(name) & inside for name in everywhere[module]))
+        readers = {place.reader: None for place in places if place.reader is not None}
+        plan.floats += [reader for reader in readers if reader not in plan.blocks and reader not in plan.floats]
     if mode == "per_block":
         _add_gated_mlps(plan, everywhere)
     if attention != "float":
         _add_attention(plan, everywhere, keep_float, attention)
-    _raise_on_obstacles(plan)
+    _raise_on_obstacles(plan, [name for places in everywhere.values() for name in places])
     return plan
 
 
@@ -180,7 +192,8 @@ def is_gated(block: nn.Module) -> bool:
 
 def _decide(plan: ConversionPlan, module: nn.Module, places: list[_Place], only_inside: bool) -> None:
     """Replace a module, keep it, or note why neither is possible."""
-    name, role = places[0].name, None if own_forward(module) else role_of(module)
+    read = any(place.reader is not None for place in places)
+    name, role = places[0].name, None if own_forward(module) or read else role_of(module)
     attentions = [in_attention(place.local) for place in places]
     if not _exchangeable(role, places, attentions, plan.mode):
         if own_forward(module) and (plan.mode == "per_block" or linear_role(module) is not None):
@@ -188,7 +201,7 @@ def _decide(plan: ConversionPlan, module: nn.Module, places: list[_Place], only_
         elif plan.mode == "per_block":
             _keep_or_object(plan, module, places, attentions)
         elif _has_matrices(module):  # between the baselines' linears everything is float
-            plan.kept.append(Kept(name, type(module).__name__, _NO_MODULE))
+            plan.kept.append(Kept(name, type(module).__name__, _obstacle(module, places)))
         return
     assert role is not None
     output = "block" if all(gives_blocks(place.local) for place in places) else "float"
@@ -215,13 +228,20 @@ def _exchangeable(role: Role | None, places: list[_Place], attentions: list[bool
 def _keep_or_object(plan: ConversionPlan, module: nn.Module, places: list[_Place], attentions: list[bool]) -> None:
     if not any(attentions) and role_of(module) is None and (reason := lookalike(module)) is not None:
         _keep(plan, module, places[0].name, reason)
-    elif not any(attentions) or _has_matrices(module):
-        wraps = any(linear_role(child) is not None for child in module.children())
-        plan.obstacles.append(Kept(places[0].name, type(module).__name__, _WRAPS if wraps else _NO_MODULE))
+    elif not any(attentions) or (_has_matrices(module) and not isinstance(module, nn.Embedding)):
+        plan.obstacles.append(Kept(places[0].name, type(module).__name__, _obstacle(module, places)))
     elif all(attentions):
         plan.kept.append(Kept(places[0].name, type(module).__name__, _INSIDE_ATTENTION))
     else:
         _keep(plan, module, places[0].name, _INSIDE_ATTENTION)
+
+
+def _obstacle(module: nn.Module, places: list[_Place]) -> str:
+    """Why no INT8 module can replace ``module``."""
+    reader = next((place.reader for place in places if place.reader is not None), None)
+    if reader is not None:
+        return _READ.format(type(reader).__name__)
+    return _WRAPS if adapts(module) else _READS if reads_all(module) else _NO_MODULE
 
 
 def _keep(plan: ConversionPlan, module: nn.Module, name: str, reason: str) -> None:
@@ -278,22 +298,38 @@ def _is_outermost_attention(name: str) -> bool:
     return is_attention_name(last) and not in_attention(name)
 
 
-def _raise_on_obstacles(plan: ConversionPlan) -> None:
+def _raise_on_obstacles(plan: ConversionPlan, names: Sequence[str]) -> None:
     if plan.obstacles:
-        told = ", ".join(_told(row) for row in plan.obstacles[:8])
-        more = f" and {len(plan.obstacles) - 8} more" if len(plan.obstacles) > 8 else ""
+        short = _patterns([row.name for row in plan.obstacles], names)
+        rows = dict.fromkeys(_told(row, short[row.name]) for row in plan.obstacles)
+        more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
         raise UnsupportedError(
             "convert_to_int8_training: modules in blocks must be linears, GPT-2's Conv1D, LayerNorm, RMSNorm, GELU, "
-            f"SiLU, ReLU, Dropout, LayerScale or DropPath, got {told}{more}. To leave modules in 16 bits, name them in "
-            "keep_float="
+            f"SiLU, ReLU, Dropout, LayerScale or DropPath, got {', '.join(list(rows)[:8])}{more}. To leave them in 16 "
+            f"bits, pass keep_float={_listed(short.values())}"
         )
     if not plan.news and not plan.all_narrow:
         kept = "".join(f"; {row.name} ({row.kind}) stays in float, {row.reason}" for row in plan.kept[:8])
         raise UnsupportedError(f"convert_to_int8_training: blocks must have modules to convert, got none{kept}")
 
 
-def _told(row: Kept) -> str:
-    return f"{row.name} ({row.kind})" + ("" if row.reason == _NO_MODULE else f": {row.reason}")
+def _told(row: Kept, name: str) -> str:
+    return f"{name} ({row.kind})" + ("" if row.reason == _NO_MODULE else f": {row.reason}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The names as a list to copy, each once."""
+    return "[" + ", ".join(f'"{name}"' for name in dict.fromkeys(names)) + "]"
+
+
+def _patterns(chosen: Sequence[str], names: Iterable[str]) -> dict[str, str]:
+    """For each chosen name a pattern with ``*`` for numbers that fits no other of ``names``, or the name itself."""
+    short = {}
+    for name in chosen:
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        others = set(fnmatch.filter(names, pattern)) - set(chosen)
+        short[name] = name if others else pattern
+    return short
 
 
 # Blocks and names
@@ -325,10 +361,17 @@ def _units(blocks: Iterable[nn.Module], everywhere: dict[nn.Module, list[str]]) 
     """The modules that need a decision, with all their places in blocks."""
     found: dict[nn.Module, list[_Place]] = {}
     for block in blocks:
-        for local, module in units(block):
+        for local, module, reader in units(block):
             places = found.setdefault(module, [])
-            places += [_Place(f"{name}.{local}" if name else local, local) for name in everywhere[block]]
+            places += [_Place(f"{name}.{local}" if name else local, local, reader) for name in everywhere[block]]
     return found
+
+
+def _outside(blocks: Iterable[nn.Module], everywhere: dict[nn.Module, list[str]]) -> tuple[str, ...]:
+    """The names of linears that are in no block."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = {each: names[0] for each, names in everywhere.items() if id(each) not in inside}
+    return tuple(name for each, name in outside.items() if isinstance(each, nn.Linear) or linear_role(each))
 
 
 def _ancestors(name: str) -> set[str]:
@@ -359,22 +402,17 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def _find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Module]:
     """The outermost blocks in their order, each once."""
     if patterns is None:
-        found = list(_blocks_below(model))
+        found = list(blocks_below(model))
     else:
         modules = dict(model.named_modules(remove_duplicate=False))
         fitting = [name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
         found = [modules[name] for name in fitting if not _ancestors(name) & set(fitting)]
     if not found:
+        items = list_items(model)
+        example = f", perhaps {_listed(_patterns(items, items).values())}" if items else ""
         raise UnsupportedError(
             "convert_to_int8_training: model must have transformer blocks, which are modules with normalizations, "
             f"attention and linears beside it, got a {type(model).__name__} without. Name its blocks in blocks="
+            + example
         )
     return list(dict.fromkeys(found))
-
-
-def _blocks_below(module: nn.Module) -> Iterator[nn.Module]:
-    for _, child in held(module):
-        if is_block(child):
-            yield child
-        else:
-            yield from _blocks_below(child)

@@ -23,7 +23,15 @@ from qframework.training.dropout import Int8Dropout
 from qframework.training.linear import Int8Conv1D, Int8Linear
 from qframework.training.linear_baselines import PerTensorConv1D, PerTensorLinear, PerTokenConv1D, PerTokenLinear
 from qframework.training.norm import Int8LayerNorm, Int8RMSNorm
-from qframework.training.roles import ORIGIN, Role, activation_kind, norm_eps, writes_input
+from qframework.training.roles import (
+    ORIGIN,
+    Role,
+    activation_kind,
+    norm_eps,
+    scale_name,
+    weight_offset,
+    writes_input,
+)
 from qframework.training.scale import Int8DropPath, Int8LayerScale
 
 
@@ -178,12 +186,17 @@ def _conv1d(module: Any, output: str, block_size: BlockSize) -> Replacement:
 
 
 def _layer_norm(module: Any, output: str, block_size: BlockSize) -> Replacement:
-    return Replacement(Int8LayerNorm, {"block_size": block_size})
+    return Replacement(Int8LayerNorm, {"block_size": block_size}, {**_norm_shape(module), "bias": None})
 
 
 def _rms_norm(module: Any, output: str, block_size: BlockSize) -> Replacement:
-    shape = {"normalized_shape": tuple(module.weight.shape), "eps": norm_eps(module), "elementwise_affine": True}
-    return Replacement(Int8RMSNorm, {"block_size": block_size}, shape)
+    offset = weight_offset(module)
+    settings = {"block_size": block_size, **({"weight_offset": offset} if offset else {})}
+    return Replacement(Int8RMSNorm, settings, _norm_shape(module))
+
+
+def _norm_shape(module: Any) -> dict[str, Any]:
+    return {"normalized_shape": tuple(module.weight.shape), "eps": norm_eps(module), "elementwise_affine": True}
 
 
 def _activation(module: Any, output: str, block_size: BlockSize) -> Replacement:
@@ -199,7 +212,9 @@ def _dropout(module: Any, output: str, block_size: BlockSize) -> Replacement:
 
 
 def _layer_scale(module: Any, output: str, block_size: BlockSize) -> Replacement:
-    return Replacement(Int8LayerScale, {"block_size": block_size, **_writes(module)})
+    name = scale_name(module)
+    named = {} if name == "gamma" else {"scale_name": name}
+    return Replacement(Int8LayerScale, {"block_size": block_size, **named, **_writes(module)})
 
 
 def _drop_path(module: Any, output: str, block_size: BlockSize) -> Replacement:

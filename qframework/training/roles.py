@@ -1,18 +1,20 @@
 """The role of each module of a transformer block in the INT8 data flow, found by what it computes, not by its name.
 
 Activations and normalizations are evaluated on a few numbers, so that a GELU of any class is found and an RMSNorm that
-scales by ``1 + weight`` is not mistaken for one that scales by ``weight``. Names decide only what is inside attention,
-which computes in 16 bits.
+scales by ``1 + weight`` is not mistaken for one that scales by ``weight``. Names only say what is worth evaluating.
 """
 
 from __future__ import annotations
 
+import ast
 import dis
-import functools
 import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from types import CodeType
 from typing import Any, Literal
 
@@ -52,46 +54,15 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 # Magnitudes of inputs: small ones reveal an epsilon, large ones a bound.
 _MAGNITUDES = (1.0, 1e-3, 1e-6, 1e4)
 _DROP_PATHS = ("DropPath", "StochasticDepth")
-_ATTENTION = ("attn", "attention", "self_attn", "crossattention", "cross_attn")
-# The last linear of attention returns INT8. Those before it return queries, keys and values in 16 bits.
-_ATTENTION_OUTPUTS = ("proj", "o_proj", "out_proj", "c_proj", "dense", "wo", "to_out", "o", "out")
-
-
-def is_attention_name(part: str) -> bool:
-    """Whether models call attention in a block so."""
-    return part in _ATTENTION
-
-
-def in_attention(name: str) -> bool:
-    """Whether ``name``, of a module inside a block, is inside attention."""
-    return any(part in _ATTENTION for part in name.split(".")[:-1])
-
-
-def gives_blocks(name: str) -> bool:
-    """Whether the linear ``name`` returns INT8: all but those for queries, keys and values."""
-    return not in_attention(name) or any(part in _ATTENTION_OUTPUTS for part in name.split(".")[-2:])
-
-
-def is_block(module: nn.Module) -> bool:
-    """Whether a module is a transformer block: normalizations, attention with a linear, linears beside it."""
-    children = dict(module.named_children())
-    if not any("norm" in type(child).__name__.lower() for child in children.values()):
-        return False
-    attentions = [child for name, child in children.items() if name in _ATTENTION]
-    others = [child for name, child in children.items() if name not in _ATTENTION]
-    return any(map(_has_linear, attentions)) and any(map(_has_linear, others))
-
-
-def _has_linear(module: nn.Module) -> bool:
-    return any(linear_role(child) for child in module.modules())
+_NORMS = ("LayerNorm", "RMSNorm")  # T5's RMSNorm is called T5LayerNorm
 
 
 def role_of(module: nn.Module) -> Role | None:
     """The role of ``module``, or None if no INT8 module computes the same."""
     kind = _kind(module)
-    if kind == "LayerScale" and _computes(module, "gamma", lambda module, gamma, x: gamma * x):
+    if kind.endswith("LayerScale") and _computes(module, scale_name(module), lambda module, gamma, x: gamma * x):
         return "layer_scale"
-    if kind in _DROP_PATHS and _drops_paths(module):
+    if kind.endswith(_DROP_PATHS) and _drops_paths(module):
         return "drop_path"
     if type(module).forward is _DROPOUT:
         return "dropout"
@@ -106,7 +77,7 @@ def lookalike(module: nn.Module) -> str | None:
     near = _activation_like(module, _NEAR, modes=(False,))
     if near is not None:
         return f"it computes {near} near zero, but not for all inputs in both modes"
-    if kind in _DROP_PATHS and hasattr(module, "drop_prob"):
+    if kind.endswith(_DROP_PATHS) and hasattr(module, "drop_prob"):
         return "it does not drop whole samples with probability drop_prob as timm's DropPath does"
     if any(True for _ in module.children()):
         return None
@@ -131,13 +102,24 @@ def _kind(module: nn.Module) -> str:
 
 def norm_role(module: nn.Module) -> Role | None:
     """``"layer_norm"`` or ``"rms_norm"`` over the last dimension with a weight, or None."""
-    if any(True for _ in module.children()):
+    known = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    if any(True for _ in module.children()) or not (known or any(name in _kind(module) for name in _NORMS)):
         return None
-    if isinstance(module, nn.LayerNorm) and _computes(module, "weight", _layer_norm):
+    if not known and any(True for _ in module.buffers()):  # which evaluating it might write to
+        return None
+    if _computes(module, "weight", _layer_norm):
         return "layer_norm"
-    if "RMSNorm" in _kind(module) and _computes(module, "weight", _rms_norm):
-        return "rms_norm"
-    return None
+    return None if weight_offset(module) is None else "rms_norm"
+
+
+def weight_offset(module: nn.Module) -> float | None:
+    """What an RMSNorm adds to its weight: 0, or 1 as in Gemma; None if it is no RMSNorm."""
+    return next((each for each in (0.0, 1.0) if _computes(module, "weight", partial(_rms_norm, offset=each))), None)
+
+
+def scale_name(module: nn.Module) -> str:
+    """The name of the only parameter of a LayerScale, ``gamma`` in timm and ``lambda1`` in transformers."""
+    return next(iter(parameters(module)), "gamma")
 
 
 def norm_eps(module: nn.Module) -> float:
@@ -228,7 +210,7 @@ def _probing() -> Iterator[None]:
 
 def _random_numbers() -> Callable[..., Tensor]:
     """``torch.randn`` with a separate generator, since ``torch.manual_seed`` would also seed those of GPUs."""
-    return functools.partial(torch.randn, dtype=torch.float32, generator=torch.Generator("cpu").manual_seed(0))
+    return partial(torch.randn, dtype=torch.float32, generator=torch.Generator("cpu").manual_seed(0))
 
 
 def _probe(module: nn.Module, **own: Tensor) -> nn.Module:
@@ -271,7 +253,7 @@ def _computes(
     with _probing():
         random = _random_numbers()
         made = {name: None if each is None else random(*own.shape) for name, each in parameters(module).items()}
-        probe, unit = _probe(module, **made), random(3, *own.shape)  # type: ignore[arg-type]
+        probe, unit = _probe(module, **made), random(2, 3, *own.shape)  # type: ignore[arg-type]
         tried = [unit * magnitude for magnitude in magnitudes]
         return all(_gives(probe, x, formula(probe, made[weight], x)) for x in tried)  # type: ignore[arg-type]
 
@@ -313,8 +295,8 @@ def _layer_norm(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, parameters(module).get("bias"), norm_eps(module))
 
 
-def _rms_norm(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps(module))
+def _rms_norm(module: nn.Module, weight: Tensor, x: Tensor, offset: float = 0.0) -> Tensor:
+    return (weight + offset) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps(module))
 
 
 def _same(x: Any, y: Tensor) -> bool:
@@ -365,29 +347,17 @@ def held(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in submodules(module).items() if child is not None]
 
 
-def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The smallest modules of a block that are replaced or kept as a whole: leaves, and modules that read weights.
-
-    Names start with ``prefix``. nn.MultiheadAttention reads the weights of its linear without calling it.
-    """
-    for name, child in held(block):
-        path = f"{prefix}.{name}" if prefix else name
-        if reads_weights(child) or not any(True for _ in child.children()):
-            yield path, child
-        else:
-            yield from units(child, path)
-
-
 def reads_weights(module: nn.Module) -> bool:
     """Whether ``forward``, or a ``super`` method of it, reads the weight of a module instead of calling the module."""
     return any("weight" in code.co_names for code in _forwards(module))
 
 
-def children_whose_weight_is_read(module: nn.Module) -> set[str]:
+def children_whose_weight_is_read(module: nn.Module, dtype: bool = True) -> set[str]:
     """The children whose weight ``forward`` reads, ``self.qkv.weight``; all where it reads weights in another way.
 
     Not those that it also calls, where only one of several paths reads the weight's values, as in Bloom, or another
-    module's weight is read, as in adapters of PEFT. Code that asks for the dtype (T5's) does so on every path.
+    module's weight is read, as in adapters of PEFT; but those whose weight it gives to ``F.linear``. Code that asks
+    for the dtype (T5's) does so on every path: with ``dtype``, its children count although it calls them.
     """
     read, kept, called = set[str](), set[str](), set[str]()
     for code in _forwards(module):
@@ -402,7 +372,29 @@ def children_whose_weight_is_read(module: nn.Module) -> set[str]:
                 read |= {name for name, _ in held(module)}
             else:
                 (kept if user.argval == "dtype" else read).add(child.argval)
-    return kept | (read - called)
+    return (kept if dtype else set()) | (read - called) | _multiplied_children(module)
+
+
+def _multiplied_children(module: nn.Module) -> set[str]:
+    """The children whose weight ``forward`` gives to ``F.linear``, on any of its paths; none if its source is unknown.
+
+    timm's BEiT, EVA and Swin V2 compute ``F.linear(x, self.qkv.weight, bias)`` or ``self.qkv(x)``, as an option says.
+    """
+    return {child for code in _forwards(module) for child in _multiplied(code)}
+
+
+@lru_cache(maxsize=1024)
+def _multiplied(code: CodeType) -> frozenset[str]:
+    """The names in ``linear(..., self.child.weight, ...)``."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError):  # no file with the source; a lambda in the middle of a line
+        return frozenset()
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
+    linears = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", None)) == "linear"]
+    given = [each for call in linears for each in (*call.args, *(keyword.value for keyword in call.keywords))]
+    found = (re.fullmatch(r"self\.(\w+)\.weight", ast.unparse(each)) for each in given)
+    return frozenset(match[1] for match in found if match)
 
 
 def _called(steps: Sequence[dis.Instruction]) -> set[str]:

@@ -62,6 +62,7 @@ class Int8DropPathFunction(Int8Function):
 class Int8LayerScale(nn.Module):
     """timm's LayerScale, ``x * gamma``, from blocks to blocks; a float input is quantized."""
 
+    scale_name = "gamma"  # the parameter of a converted module may be called otherwise
     writes_input = False  # set when the converted module wrote its result to its input
 
     def __init__(self, gamma: nn.Parameter, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> None:
@@ -71,9 +72,10 @@ class Int8LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
+        gamma = getattr(self, self.scale_name)
         if self.writes_input:  # the gradient needs the original ``x``
-            return put_into(x, Int8LayerScaleFunction.apply(quantize_blocks(x.clone(), self.block_size), self.gamma))
-        return Int8LayerScaleFunction.apply(quantize_blocks(x, self.block_size), self.gamma)
+            return put_into(x, Int8LayerScaleFunction.apply(quantize_blocks(x.clone(), self.block_size), gamma))
+        return Int8LayerScaleFunction.apply(quantize_blocks(x, self.block_size), gamma)
 
 
 class Int8DropPath(nn.Module):

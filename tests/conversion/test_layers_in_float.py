@@ -51,10 +51,18 @@ def test_only_children_whose_weight_is_read_stay_in_float() -> None:
                 x = F.linear(x, layer.weight)
             return x
 
-    model, x = nn.Sequential(Reader()).eval(), torch.randn(4, 16)
-    reference = model(x)
-    assert quantized(quantize_(model, dynamic_int8())) == {"0.fc1", "0.head"}
-    assert numerics.sqnr_db(reference, model(x)) > 30
+    class Either(MLP):
+        """As the query, key and value projections of timm's BEiT, EVA and Swin V2."""
+
+        def forward(self, x):
+            x = F.gelu(self.fc1(x))
+            return self.head(self.fc2(x) if x is None else F.linear(x, weight=self.fc2.weight, bias=self.fc2.bias))
+
+    for kind in (Reader, Either):
+        model, x = nn.Sequential(kind()).eval(), torch.randn(4, 16)
+        reference = model(x)
+        assert quantized(quantize_(model, dynamic_int8())) == {"0.fc1", "0.head"}
+        assert numerics.sqnr_db(reference, model(x)) > 30
     with pytest.raises(UnsupportedError, match=r"got none in a Other\. Warnings name the layers"):
         quantize_(Other(), dynamic_int8())
 

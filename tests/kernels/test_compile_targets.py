@@ -17,6 +17,7 @@ from qframework.kernels import int8_linear as _public  # noqa: F401  (registers 
 from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import hopper_gated
 from qframework.kernels.linear import tiles as int8_linear_tiles
+from qframework.kernels.linear.epilogue import EpilogueForm
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
 from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
@@ -46,16 +47,17 @@ CHIPS = {
 }
 MAX_STACK = 32  # bytes a thread may spill: eight registers, once, after the loop over K
 MULTIPROCESSORS = 108
+FP16 = EpilogueForm("row", b_per_channel=True, activation="none", has_bias=True)
 EPILOGUES = {
-    "fp16": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
-    "residual": {"ACTIVATION": "none", "HAS_RESIDUAL": True, "OUT_SCALE": "none"},
-    "gelu_int8": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "OUT_SCALE": "tensor"},
-    "gelu_fp16": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
-    "qkv_int8": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "channel"},
-    "silu": {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
-    "gelu_tanh": {"ACTIVATION": "gelu_tanh", "HAS_RESIDUAL": True, "OUT_SCALE": "none"},
-    "gelu_zero_point": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "OUT_SCALE": "tensor", "ZERO_POINT": True},
-    "zero_points": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "channel", "ZERO_POINT": True},
+    "fp16": FP16,
+    "residual": FP16._replace(has_residual=True),
+    "gelu_int8": FP16._replace(activation="gelu", out_scale="tensor"),
+    "gelu_fp16": FP16._replace(activation="gelu"),
+    "qkv_int8": FP16._replace(out_scale="channel"),
+    "silu": FP16._replace(activation="silu"),
+    "gelu_tanh": FP16._replace(activation="gelu_tanh", has_residual=True),
+    "gelu_zero_point": FP16._replace(activation="gelu", out_scale="tensor", zero_point=True),
+    "zero_points": FP16._replace(out_scale="channel", zero_point=True),
 }
 LARGE, SMALL = (50432, 3072, 768), (197, 768, 768)
 
@@ -156,13 +158,15 @@ def serializes_wgmma(compiled, tmp_path: Path) -> bool:
     return "serialized" in said.stderr
 
 
-def epilogue_kind(flags) -> str:
-    return epilogue_of(flags["ACTIVATION"], flags["HAS_RESIDUAL"], flags["OUT_SCALE"] != "none")
+def epilogue_kind(epilogue: EpilogueForm) -> str:
+    return epilogue_of(epilogue.activation, epilogue.has_residual, epilogue.out_scale != "none")
 
 
-def compile_int8_linear(chip, tile: Tile, flags, per_row: bool, dtype: str = "fp16", single: bool = False):
+def compile_int8_linear(
+    chip, tile: Tile, epilogue: EpilogueForm, per_row: bool, dtype: str = "fp16", single: bool = False
+):
     """The kernel as its launcher has it compiled for floats of ``dtype`` around INT8."""
-    out = dtype if flags["OUT_SCALE"] == "none" else "i8"
+    out = dtype if epilogue.out_scale == "none" else "i8"
     pointers = {
         "a": "*i8",
         "a_scale": "*fp32",
@@ -173,11 +177,7 @@ def compile_int8_linear(chip, tile: Tile, flags, per_row: bool, dtype: str = "fp
     }
     walk = "persistent" if tile.programs and not single else "grid"
     constants = {
-        "A_SCALE": "row" if per_row else "tensor",
-        "B_PER_CHANNEL": True,
-        "HAS_BIAS": True,
-        "ZERO_POINT": False,
-        **flags,
+        "EPILOGUE": epilogue._replace(a_scale="row" if per_row else "tensor"),
         **tile_constants(tile, tile.block_k, walk),
     }
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -249,7 +249,7 @@ def test_specialized(tile, epilogue, single, tmp_path):
 
     Of one tile, the second warpgroup of a ping-pong has none.
     """
-    if EPILOGUES[epilogue]["HAS_RESIDUAL"] and tile == COOPERATIVE:
+    if EPILOGUES[epilogue].has_residual and tile == COOPERATIVE:
         tile = tile._replace(num_stages=3)  # it needs room for the residual
     compiled = compile_int8_linear("sm_90", tile, EPILOGUES[epilogue], True, single=single)
     ptx = compiled.asm["ptx"]
@@ -370,13 +370,10 @@ def test_gated(tile, activation, out, single, tmp_path):
     """Both halves of a product stay in registers, and the products of both warpgroups run beside their epilogues."""
     columns = tile.block_n // 2
     constants = {
-        "A_SCALE": "row",
-        "B_PER_CHANNEL": True,
-        "ACTIVATION": activation,
-        "HAS_BIAS": True,
-        "QUANTIZES": out == "i8",
-        "ZERO_POINT": out == "i8",
-        **tile_constants(tile, tile.block_k, "grid" if single else "persistent"),
+        "EPILOGUE": FP16._replace(
+            activation=activation, out_scale="tensor" if out == "i8" else "none", zero_point=out == "i8"
+        ),
+        **tile_constants(tile, tile.block_k, "grid" if single else "persistent", weights=2),
     }
     floats = ("a_scale", "gate_scale", "up_scale", "out_scale")
     types = {f"{name}_ptr": "*fp32" for name in floats} | dict.fromkeys(("gate_bias_ptr", "up_bias_ptr"), "*fp16")

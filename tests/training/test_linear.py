@@ -406,6 +406,20 @@ def test_conv1d_takes_the_state_dict_of_transformers():
     assert (layer(x) - conv(x)).norm() < 0.02 * conv(x).norm()
 
 
+@pytest.mark.parametrize("kind", [Int8Linear, Int8Conv1D])
+def test_a_float_result_can_be_changed_in_place(kind):
+    """An activation with inplace=True after a layer; the gradient is that of the values before."""
+    torch.manual_seed(0)
+    layer, x = kind(32, 64, output="float"), torch.randn(2, 5, 64 if kind is Int8Conv1D else 32)
+    (2 * layer(x)).sum().backward()
+    wanted = layer.weight.grad.clone()
+    layer.zero_grad()
+    y = layer(x)
+    y *= 2
+    y.sum().backward()
+    assert torch.equal(layer.weight.grad, wanted)
+
+
 def test_errors():
     sizes = r"32, 64, 128, \(32, 128\), \(1, 128\), \(1, 256\)"
     with pytest.raises(UnsupportedError, match=f"Int8Linear: block_size must be one of {sizes}, got 48"):

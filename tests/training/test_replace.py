@@ -169,7 +169,7 @@ def test_a_hook_on_the_activation_of_a_converted_gated_mlp_runs() -> None:
 def test_a_forward_replaced_for_all_linears_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
-    with pytest.raises(UnsupportedError, match=r"got blocks\.0\.attn\.qkv \(Linear\)"):
+    with pytest.raises(UnsupportedError, match=r"got blocks\.\*\.attn\.qkv \(Linear\)"):
         convert_to_int8_training(vit(), blocks=["blocks.*"])
 
 
@@ -249,7 +249,7 @@ def test_the_error_names_a_linear_that_computes_something_else() -> None:
         convert_to_int8_training(model)
     assert everything(model) == before
     convert_to_int8_training(model, mode="per_token")
-    assert reasons(model) == {"blocks.0.mlp.fc1": "no INT8 module computes the same"}
+    assert "it wraps a linear layer" in reasons(model)["blocks.0.mlp.fc1"]
     convert_to_int8_training(restore_float(model), keep_float=["blocks.0.mlp.fc1"])
     loss_of(model, inputs("vit")).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
+from qframework.kernels.attention import hopper, hopper_dense, hopper_dense_plan, hopper_packed
 from qframework.kernels.attention.operands import Lengths
 from qframework.kernels.attention.variants import (
     FAST_FP16_SUMS,
@@ -264,11 +264,11 @@ def _dense_is_faster(heads: int, queries: int, keys: int, channels: int, causal:
     if causal and channels in hopper_dense.WIDE and channels % 8 == 0:
         blocks = heads * shortest // QUERY_BLOCK
         return shortest >= _WIDE_CAUSAL and queries <= hopper_dense.WIDE_QUERIES and blocks >= _MANY_BLOCKS
-    if channels > hopper_dense.MAX_CHANNELS or channels % 8 or logits < _MANY_LOGITS * (2 if causal else 1):
+    if channels > hopper_dense_plan.MAX_CHANNELS or channels % 8 or logits < _MANY_LOGITS * (2 if causal else 1):
         return False
     if causal:
         return shortest >= _CAUSAL
-    pieces = hopper_dense.split(keys)
+    pieces = hopper_dense_plan.split(keys)
     # Channels are padded to multiples of 16: 40 were 0.94 times as fast as cuDNN with 4,096 tokens.
     many = heads * shortest // QUERY_BLOCK >= _WHOLE_BLOCKS and shortest >= _WHOLE and channels % 16 == 0
     return many or pieces.first + pieces.second < hopper_dense.BLOCK_N

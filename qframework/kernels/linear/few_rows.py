@@ -30,8 +30,8 @@ def _int8_linear_few_rows_kernel(
     b_scale_ptr,  # (N,) or (1,) fp32
     bias_ptr,  # (N,) float
     residual_ptr,  # (M, N) float
-    out_scale_ptr,  # (PO,) fp32, likewise; (N,) with OUT_SCALE "channel"
-    zero_point_ptr,  # (1,) int32, with ZERO_POINT
+    out_scale_ptr,  # (PO,) fp32, likewise; (N,) with out_scale "channel"
+    zero_point_ptr,  # (1,) int32, with zero_point
     out_ptr,  # (M, N) float or int8; (PARTS, M, N) int32 with several parts
     M,
     N,
@@ -42,13 +42,7 @@ def _int8_linear_few_rows_kernel(
     stride_bn,
     stride_rm,
     stride_om,
-    A_SCALE: tl.constexpr,  # "tensor", "row" or "position"
-    B_PER_CHANNEL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    OUT_SCALE: tl.constexpr,  # "none", "tensor", "row", "position" or "channel"
-    ZERO_POINT: tl.constexpr,  # whether there is one
+    EPILOGUE: tl.constexpr,  # EpilogueForm
     ALIGNED: tl.constexpr,  # divides K and the strides of a and b
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,  # at least M
@@ -77,11 +71,8 @@ def _int8_linear_few_rows_kernel(
     wait_for_previous_kernel(OVERLAP)
     m = tl.arange(0, BLOCK_M)
     if PARTS == 1:  # hides the latency of these loads
-        rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, A_SCALE, OUT_SCALE)
-        columns = load_columns(
-            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
-            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-        )  # fmt: skip
+        rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
+        columns = load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE)
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + first + m.to(tl.int64)[:, None] * stride_am + k[None, :]
     b_ptrs = b_rows[None, :] + first + k[:, None]
@@ -98,8 +89,7 @@ def _int8_linear_few_rows_kernel(
         b_ptrs += BLOCK_K
     if PARTS == 1:
         _finish_and_store(
-            acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om,
-            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
+            acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om, EPILOGUE
         )  # fmt: skip
     else:
         sums = out_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * stride_om + n[None, :]
@@ -122,13 +112,7 @@ def _add_parts_kernel(
     PO,
     stride_rm,
     stride_om,
-    A_SCALE: tl.constexpr,
-    B_PER_CHANNEL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    OUT_SCALE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
+    EPILOGUE: tl.constexpr,  # EpilogueForm
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
@@ -138,38 +122,27 @@ def _add_parts_kernel(
     wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, A_SCALE, OUT_SCALE)
-    columns = load_columns(
-        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
-        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-    )  # fmt: skip
+    rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
+    columns = load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE)
     sums = parts_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for part in tl.static_range(PARTS):
         acc += tl.load(sums + part * M.to(tl.int64) * N, mask=inside, other=0)
-    _finish_and_store(
-        acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om,
-        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-    )  # fmt: skip
+    _finish_and_store(acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om, EPILOGUE)
 
 
 @triton.jit
 def _finish_and_store(
-    acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om,
-    A_SCALE: tl.constexpr, B_PER_CHANNEL: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OUT_SCALE: tl.constexpr, ZERO_POINT: tl.constexpr,
+    acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om, EPILOGUE: tl.constexpr
 ):  # fmt: skip
     """The epilogue of rows ``m`` and columns ``n``."""
     inside = (m < M)[:, None] & (n < N)[None, :]
     residual = columns[0]
-    if HAS_RESIDUAL:
+    if EPILOGUE.has_residual:
         pointers = residual_ptr + m.to(tl.int64)[:, None] * stride_rm + n[None, :]
         residual = tl.load(pointers, mask=inside, other=0.0)
-    out = finish(
-        acc, columns, rows, residual,
-        out_ptr.dtype.element_ty, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-    )  # fmt: skip
+    out = finish(acc, columns, rows, residual, out_ptr.dtype.element_ty, EPILOGUE)
     tl.store(out_ptr + m.to(tl.int64)[:, None] * stride_om + n[None, :], out, mask=inside)
 
 

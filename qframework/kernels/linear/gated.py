@@ -22,6 +22,7 @@ from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.kernels.linear import hopper, hopper_gated
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.cpu import int8_linear_cpu
+from qframework.kernels.linear.epilogue import EpilogueForm
 from qframework.kernels.linear.launch import (
     int8_linear_triton,
     rows_apart,
@@ -175,14 +176,17 @@ def _call(
     tiles_m, tiles_n = cdiv(m, tile.block_m), cdiv(n, columns)
     slots = tile.programs * chip_of(device)[1]
     walk = walk_of(tile, tiles_m * tiles_n, slots)
+    epilogue = EpilogueForm(
+        a_scale="tensor" if x.a_scale.numel() == 1 else "row" if x.a_scale.numel() == m else "position",
+        b_per_channel=x.gate_scale.numel() > 1,
+        activation=x.activation,
+        has_bias=x.gate_bias is not None,
+        out_scale="none" if x.out_scale is None else "tensor",
+        zero_point=x.out_zero_point is not None,
+    )
     constants = {
-        "A_SCALE": "tensor" if x.a_scale.numel() == 1 else "row" if x.a_scale.numel() == m else "position",
-        "B_PER_CHANNEL": x.gate_scale.numel() > 1,
-        "ACTIVATION": x.activation,
-        "HAS_BIAS": x.gate_bias is not None,
-        "QUANTIZES": x.out_scale is not None,
-        "ZERO_POINT": x.out_zero_point is not None,
-        **tile_constants(tile, k, walk),
+        "EPILOGUE": epilogue,
+        **tile_constants(tile, k, walk, weights=2),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

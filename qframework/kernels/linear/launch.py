@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from qframework.compat.triton import OutOfResources
-from qframework.kernels.linear import hopper
+from qframework.kernels.linear import hopper, hopper_ring
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
+from qframework.kernels.linear.epilogue import EpilogueForm
 from qframework.kernels.linear.few_rows import CHUNK, _add_parts_kernel, _int8_linear_few_rows_kernel
 from qframework.kernels.linear.local_tiles import ignore_tiles, tile_for
 from qframework.kernels.linear.tile import MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile
@@ -124,7 +125,7 @@ def _call(x: Int8LinearArguments, out: Tensor, device: torch.device, tile: Tile,
     walk = walk_of(tile, tiles_m * tiles_n, slots)
     grid = (tiles_m, tiles_n, 1) if walk == "grid" else (slots or tiles_m * tiles_n, 1, 1)
     constants = {
-        **_epilogue_constants(x, m, n),
+        "EPILOGUE": _epilogue_form(x, m, n),
         **tile_constants(tile, k, walk),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -138,13 +139,13 @@ def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, stri
     n, k = x.b.shape
     m = x.a.shape[:-1].numel()
     residual = out if x.residual is None else x.residual
-    epilogue = _epilogue_constants(x, m, n)
+    epilogue = _epilogue_form(x, m, n)
     parts = tile.parts
     to = out if parts == 1 else x.a.new_empty((parts, m, n), dtype=torch.int32)
     pointers = (x.a, x.a_scale, x.b, x.b_scale, _bias(x), residual, *_requantization(x), to)
     aligned = math.gcd(16, k, strides.a, strides.b)
     constants = {
-        **epilogue,
+        "EPILOGUE": epilogue,
         **few_rows_constants(tile, k, aligned, prefetch=aligned == 16 and x.b.data_ptr() % 16 == 0),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -155,7 +156,7 @@ def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, stri
         block_m, block_n = ADDED_TILE
         operands = (to, x.a_scale, x.b_scale, _bias(x), residual, *_requantization(x), out)
         sizes = (m, n, *_periods(x), strides.residual, strides.out)
-        constants = {**epilogue, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": parts, "num_warps": 4}
+        constants = {"EPILOGUE": epilogue, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": parts, "num_warps": 4}
         grid = (cdiv(m, block_m), cdiv(n, block_n), 1)
         calls.append(_Call(_add_parts_kernel, grid, (*operands, *sizes), constants))
     return calls
@@ -197,16 +198,16 @@ def _periods(x: Int8LinearArguments) -> tuple[int, int]:
     return x.a_scale.numel(), 1 if x.out_scale is None else x.out_scale.numel()
 
 
-def _epilogue_constants(x: Int8LinearArguments, m: int, n: int) -> dict[str, Any]:
-    return {
-        "A_SCALE": _kind(x.a_scale, m, n),
-        "B_PER_CHANNEL": x.b_scale.numel() > 1,
-        "ACTIVATION": x.activation,
-        "HAS_BIAS": x.bias is not None,
-        "HAS_RESIDUAL": x.residual is not None,
-        "OUT_SCALE": "none" if x.out_scale is None else _kind(x.out_scale, m, n),
-        "ZERO_POINT": x.out_zero_point is not None,
-    }
+def _epilogue_form(x: Int8LinearArguments, m: int, n: int) -> EpilogueForm:
+    return EpilogueForm(
+        a_scale=_kind(x.a_scale, m, n),
+        b_per_channel=x.b_scale.numel() > 1,
+        activation=x.activation,
+        has_bias=x.bias is not None,
+        has_residual=x.residual is not None,
+        out_scale="none" if x.out_scale is None else _kind(x.out_scale, m, n),
+        zero_point=x.out_zero_point is not None,
+    )
 
 
 def _kind(scale: Tensor, m: int, n: int) -> str:
@@ -236,15 +237,29 @@ def walk_of(tile: Tile, tiles: int, slots: int) -> Walk:
     return "persistent" if tile.programs else "line"
 
 
-def tile_constants(tile: Tile, k: int, walk: Walk) -> dict[str, Any]:
-    """The kernel's compile-time constants for a tile, in the order of its parameters."""
-    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
+def tile_constants(tile: Tile, k: int, walk: Walk, weights: int = 1) -> dict[str, Any]:
+    """The kernel's compile-time constants for a tile, in the order of its parameters.
+
+    ``weights`` of the same shape are multiplied together, on Hopper.
+    """
     if tile.specialized:
-        pingpong = tile.specialized == "pingpong"
-        return {**blocks, "STAGES": tile.num_stages, "PINGPONG": pingpong, "SINGLE": walk == "grid"}
+        form = hopper_ring.LinearForm(
+            tile.block_m,
+            tile.block_n,
+            tile.block_k,
+            columns=tile.block_n // weights,
+            group_m=tile.group_m,
+            stages=tile.num_stages,
+            pingpong=tile.specialized == "pingpong",
+            single=walk == "grid",
+        )
+        return {"FORM": form}
     return {
         "EVEN_K": tile.tma or k % tile.block_k == 0,  # descriptors load zeros past the edge
-        **blocks,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
         "WALK": walk,
         "SUBTILES": tile.subtiles,
         "TMA": tile.tma,

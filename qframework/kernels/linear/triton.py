@@ -15,8 +15,8 @@ def _int8_linear_kernel(
     b_scale_ptr,  # (N,) or (1,) fp32
     bias_ptr,  # (N,) float
     residual_ptr,  # (M, N) float
-    out_scale_ptr,  # (PO,) fp32, likewise; (N,) with OUT_SCALE "channel"
-    zero_point_ptr,  # (1,) int32, with ZERO_POINT
+    out_scale_ptr,  # (PO,) fp32, likewise; (N,) with out_scale "channel"
+    zero_point_ptr,  # (1,) int32, with zero_point
     out_ptr,  # (M, N) float or int8; a descriptor with TMA_STORE
     M,
     N,
@@ -27,13 +27,7 @@ def _int8_linear_kernel(
     stride_bn,
     stride_rm,
     stride_om,
-    A_SCALE: tl.constexpr,  # "tensor", "row" or "position"
-    B_PER_CHANNEL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    OUT_SCALE: tl.constexpr,  # "none", "tensor", "row", "position" or "channel"
-    ZERO_POINT: tl.constexpr,  # whether there is one
+    EPILOGUE: tl.constexpr,  # EpilogueForm
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -57,8 +51,7 @@ def _int8_linear_kernel(
             tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N,
             a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, residual_ptr, out_scale_ptr, zero_point_ptr, out_ptr,
             M, N, K, PA, PO, stride_am, stride_bn, stride_rm, stride_om,
-            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-            EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, TMA, TMA_STORE, EARLY=SUBTILES == 1,
+            EPILOGUE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, TMA, TMA_STORE, EARLY=SUBTILES == 1,
         )  # fmt: skip
     else:
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -68,8 +61,8 @@ def _int8_linear_kernel(
                 start_m, start_n,
                 a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, residual_ptr, out_scale_ptr, zero_point_ptr, out_ptr,
                 M, N, K, PA, PO, stride_am, stride_bn, stride_rm, stride_om,
-                A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-                EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, TMA, TMA_STORE, EARLY=WALK == "line" and SUBTILES == 1,
+                EPILOGUE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, TMA, TMA_STORE,
+                EARLY=WALK == "line" and SUBTILES == 1,
             )  # fmt: skip
 
 
@@ -109,13 +102,7 @@ def tile_of_out(
     stride_bn,
     stride_rm,
     stride_om,
-    A_SCALE: tl.constexpr,
-    B_PER_CHANNEL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    OUT_SCALE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
+    EPILOGUE: tl.constexpr,  # EpilogueForm
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -135,11 +122,8 @@ def tile_of_out(
     m = start_m + tl.arange(0, BLOCK_M)
     n = start_n + tl.arange(0, BLOCK_N)
     if EARLY:
-        rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, A_SCALE, OUT_SCALE)
-        columns = load_columns(
-            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
-            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-        )  # fmt: skip
+        rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
+        columns = load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     if TMA:
         for start in range(0, K, BLOCK_K):
@@ -168,23 +152,17 @@ def tile_of_out(
         left, right = _halves(acc)
         parts = _halves(left) + _halves(right)
     if not EARLY:
-        rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, A_SCALE, OUT_SCALE)
+        rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
     for part in tl.static_range(SUBTILES):
         n = start_n + part * width + tl.arange(0, width)
         if not EARLY:
-            columns = load_columns(
-                a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
-                A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-            )  # fmt: skip
+            columns = load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE)
         inside = (m < M)[:, None] & (n < N)[None, :]
         residual = columns[0]
-        if HAS_RESIDUAL:
+        if EPILOGUE.has_residual:
             pointers = residual_ptr + m.to(tl.int64)[:, None] * stride_rm + n[None, :]
             residual = tl.load(pointers, mask=inside, other=0.0)
-        out = finish(
-            parts[part], columns, rows, residual,
-            out_dtype, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
-        )  # fmt: skip
+        out = finish(parts[part], columns, rows, residual, out_dtype, EPILOGUE)
         if TMA_STORE:
             out_ptr.store([start_m, start_n + part * width], out)
         else:

@@ -47,11 +47,12 @@ if HAS_GLUON:
         return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
     @gluon.jit
-    def halves_of_rows(stages):
-        """``(S, N, K)`` of shared memory as ``(2 S, N / 2, K)``, in the same layout."""
-        return reinterpret(
-            stages, stages.dtype, [stages.shape[0] * 2, stages.shape[1] // 2, stages.shape[2]], stages.layout
-        )
+    def parts_of_rows(stages, PARTS: gl.constexpr):
+        """``(S, N, K)`` of shared memory as ``(PARTS S, N / PARTS, K)``, in the same layout."""
+        if PARTS > 1:
+            shape: gl.constexpr = [stages.shape[0] * PARTS, stages.shape[1] // PARTS, stages.shape[2]]
+            stages = reinterpret(stages, stages.dtype, shape, stages.layout)
+        return stages
 
 
 __all__ = [
@@ -61,9 +62,9 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
-    "halves_of_rows",
     "mbarrier",
     "next_stage",
+    "parts_of_rows",
     "tma",
     "tma_load",
     "tma_store",

@@ -12,17 +12,9 @@ from oracle import UNIT
 from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
 
 from qframework.kernels.attention import hopper, hopper_dense, quantized_attention
-from qframework.kernels.attention.hopper_dense import (
-    BLOCK_N,
-    DensePlan,
-    DenseScales,
-    attention_dense,
-    fits,
-    plan,
-    split,
-    streaming_form,
-)
-from qframework.kernels.attention.hopper_piece_form import PieceForm
+from qframework.kernels.attention.hopper_dense import DenseScales, attention_dense, fits, streaming_form
+from qframework.kernels.attention.hopper_dense_plan import DensePlan, plan, split
+from qframework.kernels.attention.hopper_piece_form import BLOCK_N, PieceForm
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.variants import resolve

@@ -9,7 +9,7 @@ from oracle import UNIT
 from test_attention_hopper_dense import check_compiled, compile_streaming
 from test_compile_targets import compile_for, stack_bytes
 
-from qframework.kernels.attention import auto, hopper, hopper_dense, mask_blocks
+from qframework.kernels.attention import auto, hopper, hopper_dense, hopper_dense_plan, mask_blocks
 from qframework.kernels.attention.auto import Hopper
 from qframework.kernels.attention.hopper_dense import streaming_form, takes_mask
 from qframework.kernels.attention.mask_blocks import mask_blocks_triton
@@ -205,8 +205,8 @@ def test_the_search_in_words_compiles_without_spilling(causal: bool, tmp_path) -
 @pytest.mark.parametrize("tiles", [2, 3, 4, 5])
 def test_programs_that_stay_take_tiles_of_all_kinds_in_turn(heads: int, tiles: int) -> None:
     programs, cached = 264, 64
-    at_once = hopper_dense._in_turn(heads, tiles, programs, cached)
-    assert hopper_dense._in_turn(heads, tiles, heads * tiles, cached) == cached  # a program for each tile
+    at_once = hopper_dense_plan.heads_in_turn(heads, tiles, programs, cached)
+    assert hopper_dense_plan.heads_in_turn(heads, tiles, heads * tiles, cached) == cached  # a program for each tile
     if programs * 3 > heads * tiles or heads % 8:
         assert at_once == cached
         return

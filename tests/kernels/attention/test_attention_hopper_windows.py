@@ -12,21 +12,9 @@ from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
 
 from qframework.kernels.attention import hopper, hopper_dense
 from qframework.kernels.attention.hopper_bias import NO_BIAS, DenseBias, dense_bias
-from qframework.kernels.attention.hopper_dense import (
-    BLOCK_N,
-    ROWS,
-    DenseScales,
-    attention_dense,
-    fits,
-    plan,
-    plan_of,
-    plan_windows,
-    slices_of,
-    split,
-    takes,
-    takes_bias,
-)
-from qframework.kernels.attention.hopper_piece_form import PieceForm
+from qframework.kernels.attention.hopper_dense import DenseScales, attention_dense, fits, takes, takes_bias
+from qframework.kernels.attention.hopper_dense_plan import plan, plan_of, plan_windows, slices_of, split
+from qframework.kernels.attention.hopper_piece_form import BLOCK_N, ROWS, PieceForm
 from qframework.kernels.attention.operands import LOG2_E, Bias
 from qframework.kernels.runtime.gluon import HAS_GLUON
 

@@ -24,18 +24,14 @@ def types_of(out: str, **more: str) -> dict[str, str]:
     return {f"{name}_ptr": kind for name, kind in (POINTERS | {"out": out} | more).items()} | SIZES
 
 
-def flags_of(epilogue: str) -> dict[str, object]:
-    return {"A_SCALE": "row", "B_PER_CHANNEL": True, "HAS_BIAS": True, "ZERO_POINT": False, **EPILOGUES[epilogue]}
-
-
 def out_of(epilogue: str) -> str:
-    return "*fp16" if EPILOGUES[epilogue]["OUT_SCALE"] == "none" else "*i8"
+    return "*fp16" if EPILOGUES[epilogue].out_scale == "none" else "*i8"
 
 
 def compile_product(chip: str, tile: FewRowsTile, epilogue: str, k: int = 2048):
     """With an inner size of ``k`` and rows that are next to each other."""
     types = types_of(out_of(epilogue) if tile.parts == 1 else "*i32", a="*i8", b="*i8")
-    constants = {**flags_of(epilogue), **few_rows_constants(tile, k, math.gcd(16, k), k % 16 == 0)}
+    constants = {"EPILOGUE": EPILOGUES[epilogue], **few_rows_constants(tile, k, math.gcd(16, k), k % 16 == 0)}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     even = k % 16 == 0
     return compile_for(
@@ -77,7 +73,7 @@ def test_rows_off_multiples_of_16_bytes_are_loaded_in_vectors(k):
 @pytest.mark.parametrize("epilogue", ["fp16", "residual", "gelu_int8", "qkv_int8"])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_adding_parts(chip, epilogue, parts, tmp_path):
-    constants = {**flags_of(epilogue), "BLOCK_M": ADDED_TILE[0], "BLOCK_N": ADDED_TILE[1], "PARTS": parts}
+    constants = {"EPILOGUE": EPILOGUES[epilogue], "BLOCK_M": ADDED_TILE[0], "BLOCK_N": ADDED_TILE[1], "PARTS": parts}
     types = types_of(out_of(epilogue), parts="*i32")
     names = _add_parts_kernel.arg_names
     used = {name: kind for name, kind in types.items() if name in names}

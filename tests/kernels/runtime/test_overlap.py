@@ -69,21 +69,31 @@ def test_a_kernel_without_the_parameter_is_launched_normally(chip):
 
 
 def functions() -> dict[str, tuple[ast.FunctionDef, list[ast.FunctionDef]]]:
-    """The package's kernels by module and name, each with the functions of its module that it hands ``OVERLAP``."""
+    """The package's kernels by module and name, each with the functions that it hands ``OVERLAP``."""
+    package = Path(kernels.__file__).parent
+    trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    defined = {path: {node.name: node for node in walk(tree, ast.FunctionDef)} for path, tree in trees.items()}
     found = {}
-    for path in sorted(Path(kernels.__file__).parent.rglob("*.py")):
-        defined = {
-            node.name: node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
-        }
-        for name, function in defined.items():
+    for path, tree in trees.items():
+        known = dict(defined[path])
+        for imported in walk(tree, ast.ImportFrom):
+            source = package.parents[1] / f"{imported.module.replace('.', '/')}.py"
+            for alias in imported.names:
+                if alias.name in defined.get(source, {}):
+                    known[alias.name] = defined[source][alias.name]
+        for name, function in defined[path].items():
             if name.startswith("_") and name.endswith("_kernel"):
-                handed = {ast.unparse(call.func) for call in calls(function) if is_handed(call)} & set(defined)
-                found[f"{path.stem}.{name}"] = function, [defined[each] for each in sorted(handed)]
+                handed = {ast.unparse(call.func) for call in calls(function) if is_handed(call)} & set(known)
+                found[f"{path.stem}.{name}"] = function, [known[each] for each in sorted(handed)]
     return found
 
 
+def walk(tree: ast.AST, kind: type) -> list:
+    return [node for node in ast.walk(tree) if isinstance(node, kind)]
+
+
 def calls(function: ast.FunctionDef) -> list[ast.Call]:
-    return [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return walk(function, ast.Call)
 
 
 def is_handed(call: ast.Call) -> bool:

@@ -60,7 +60,8 @@ def _product(args: BlockLinearArguments) -> Tensor:
 def _rounded(y: Tensor, args: BlockLinearArguments) -> tuple[Tensor, Tensor]:
     if args.in_blocks:
         return quantize_blocks_ref(y, args.block_size)
-    return y.to(args.out_dtype), y.new_empty((0, 0))
+    # A copy, since F.linear of three dimensions returns a view, which Autograd lets nobody change in place.
+    return y.to(args.out_dtype, copy=True), y.new_empty((0, 0))
 
 
 BLOCK_LINEAR = declare(

@@ -19,19 +19,34 @@ It needs operands that TMA can read; triton.py computes all other products.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from qframework.kernels.blocks.primitives import _PUSH as PUSH
-from qframework.kernels.blocks.primitives import pushed_to_int8, quantize_tile
 from qframework.kernels.linear.triton import place
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.numerics import MIN_SCALE
 
 ROWS = 64  # of a part of the result, which is stored at once
 COLUMNS = 128
 
+
+class BlockLinearForm(NamedTuple):
+    """What the kernels are compiled for."""
+
+    block: tuple[int, int]  # of a and the result
+    block_b: tuple[int, int]  # with as many columns
+    has_bias: bool
+    block_m: int
+    block_n: int
+    group_m: int
+    stages: int
+    consumers: int
+    tma_store: bool
+    early: bool  # the upper half is dequantized before the lower one is multiplied
+    pairs: int = 1  # of operands, whose products are added
+
+
 if HAS_GLUON:
+    from qframework.kernels.blocks.linear.hopper_store import store_half, store_int8, store_wide
     from qframework.kernels.runtime.gluon import (
         fence_async_shared,
         gl,
@@ -40,18 +55,19 @@ if HAS_GLUON:
         next_stage,
         tma,
         tma_load,
-        tma_store,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
 
-    _MIN_SCALE = gl.constexpr(MIN_SCALE)
+    @gluon.jit
+    def _count_tiles(M, N, FORM: gl.constexpr):
+        return gl.cdiv(M, FORM.block_m) * gl.cdiv(N, FORM.block_n)
 
     @gluon.jit
-    def _place(index, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+    def _place(index, M, N, FORM: gl.constexpr):
         """Part of K, and first row and column, of the ``index``-th tile."""
-        tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
-        start_m, start_n = place(index % tiles, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        tiles = _count_tiles(M, N, FORM)
+        start_m, start_n = place(index % tiles, M, N, FORM.block_m, FORM.block_n, FORM.group_m)
         return index // tiles, start_m, start_n
 
     @gluon.jit
@@ -77,31 +93,28 @@ if HAS_GLUON:
         ready,
         free,
         sizes,
-        BLOCK: gl.constexpr,
-        BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr,
-        GROUP_M: gl.constexpr,
-        STAGES: gl.constexpr,
-        PAIRS: gl.constexpr,
+        FORM: gl.constexpr,
     ):
         """The loading warp."""
+        BLOCK: gl.constexpr = FORM.block
+        PAIRS: gl.constexpr = FORM.pairs
         WIDTH: gl.constexpr = a_stages.shape[2]
         M, N, KS, STEPS, PARTS = sizes
         slot = 0
         phase = 1  # waiting for phase 1 of a new barrier returns at once: all stages are free
-        end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) * PARTS
+        end = _count_tiles(M, N, FORM) * PARTS
         for index in range(gl.program_id(0), end, gl.num_programs(0)):
-            part, start_m, start_n = _place(index, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            part, start_m, start_n = _place(index, M, N, FORM)
             for pair in range(PAIRS):
                 first, last = _steps(part, _of_pair(KS, pair, PAIRS), STEPS, BLOCK)
                 for step in range(first * (BLOCK[1] // WIDTH), last * (BLOCK[1] // WIDTH)):
                     mbarrier.wait(free.index(slot), phase)
-                    mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * WIDTH)
+                    mbarrier.expect(ready.index(slot), (FORM.block_m + FORM.block_n) * WIDTH)
                     for i in gl.static_range(PAIRS):
                         if pair == i:
                             tma_load(a_descs[i], [start_m, step * WIDTH], ready.index(slot), a_stages.index(slot))
                             tma_load(b_descs[i], [start_n, step * WIDTH], ready.index(slot), b_stages.index(slot))
-                    slot, phase = next_stage(slot, phase, STAGES)
+                    slot, phase = next_stage(slot, phase, FORM.stages)
 
     @gluon.jit
     def _spread(
@@ -179,35 +192,29 @@ if HAS_GLUON:
         pointers,
         shared,
         sizes,
-        BLOCK: gl.constexpr,
-        BLOCK_B: gl.constexpr,
-        HAS_BIAS: gl.constexpr,
-        BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr,
-        GROUP_M: gl.constexpr,
-        STAGES: gl.constexpr,
-        CONSUMERS: gl.constexpr,
-        TMA_STORE: gl.constexpr,
-        EARLY: gl.constexpr,
-        PAIRS: gl.constexpr,
+        FORM: gl.constexpr,
     ):
         """Multiplying warpgroup 0 or 1, which computes two halves: one BELOW the other, or to the RIGHT of it."""
         a_scale_ptrs, b_scale_ptrs, bias_ptr, out_ptr, out_scale_ptr = pointers
         out_desc, a_stages, b_stages, out_stages, ready, free, turn = shared
         M, N, KS, STEPS, PARTS = sizes
+        BLOCK: gl.constexpr = FORM.block
+        BLOCK_B: gl.constexpr = FORM.block_b
+        PAIRS: gl.constexpr = FORM.pairs
+        TMA_STORE: gl.constexpr = FORM.tma_store
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
-        BELOW: gl.constexpr = 128 - BLOCK_N // 2
-        RIGHT: gl.constexpr = BLOCK_N - 128
+        BELOW: gl.constexpr = 128 - FORM.block_n // 2
+        RIGHT: gl.constexpr = FORM.block_n - 128
         FIRST_ROW: gl.constexpr = WHO * (64 + BELOW)
         OF_BLOCK: gl.constexpr = BLOCK[1] // a_stages.shape[2]  # stages
         own_turn = 1 - WHO  # the phase to wait for: the first warpgroup begins at once
         slot = 0
         phase = 0
-        end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) * PARTS
+        end = _count_tiles(M, N, FORM) * PARTS
         for index in range(gl.program_id(0), end, gl.num_programs(0)):
-            part, start_m, start_n = _place(index, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            part, start_m, start_n = _place(index, M, N, FORM)
             start_m += FIRST_ROW
             upper = gl.zeros((64, 128), gl.float32, layout)
             lower = gl.zeros((64, 128), gl.float32, layout)
@@ -232,11 +239,11 @@ if HAS_GLUON:
                     else:
                         rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK[0], of_rows)
                     acc = _multiply(
-                        a_and_b, next_a_and_b, turn, own_turn, FIRST_ROW, 0, OF_BLOCK, WHO, CONSUMERS, layout
+                        a_and_b, next_a_and_b, turn, own_turn, FIRST_ROW, 0, OF_BLOCK, WHO, FORM.consumers, layout
                     )
                     own_turn ^= 1
                     upper = _dequantize(acc, rows, columns, upper)
-                    if EARLY:
+                    if FORM.early:
                         upper = _computed_here(upper)
                     if RIGHT > 0:
                         columns = _spread(b_scale_ptr, start_n + RIGHT, N, step, across, 128, BLOCK_B[0], of_columns)
@@ -253,7 +260,7 @@ if HAS_GLUON:
                         RIGHT,
                         OF_BLOCK,
                         WHO,
-                        CONSUMERS,
+                        FORM.consumers,
                         layout,
                     )
                     own_turn ^= 1
@@ -261,12 +268,12 @@ if HAS_GLUON:
                         mbarrier.arrive(free.index(slot + i), count=1)
                     lower = _dequantize(acc, rows, columns, lower)
                     for _ in gl.static_range(OF_BLOCK):
-                        slot, phase = next_stage(slot, phase, STAGES)
+                        slot, phase = next_stage(slot, phase, FORM.stages)
 
             m = start_m + gl.arange(0, 64, layout=of_rows)
             n = start_n + gl.arange(0, 128, layout=of_columns)
             # Also loaded without a bias, fully masked: otherwise ptxas spills registers in the loop over K.
-            biased = N if HAS_BIAS else 0
+            biased = N if FORM.has_bias else 0
             bias = gl.load(bias_ptr + n, mask=n < biased, other=0.0).to(gl.float32)[None, :]
             upper += bias
             if RIGHT > 0:
@@ -278,13 +285,13 @@ if HAS_GLUON:
                 lower = gl.where(below, lower, 0.0)
                 stage = out_stages.index(WHO)
                 if RIGHT > 0:
-                    _store_wide(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK)
+                    store_wide(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK)
                 else:
-                    _store_int8(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK)
+                    store_int8(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK)
             elif TMA_STORE:
                 stage = out_stages.index(WHO)
-                _store_half(upper.to(out_desc.dtype), out_desc, stage, start_m, start_n)
-                _store_half(lower.to(out_desc.dtype), out_desc, stage, start_m + BELOW, start_n + RIGHT)
+                store_half(upper.to(out_desc.dtype), out_desc, stage, start_m, start_n)
+                store_half(lower.to(out_desc.dtype), out_desc, stage, start_m + BELOW, start_n + RIGHT)
             else:
                 out_dtype: gl.constexpr = out_ptr.dtype.element_ty
                 rows = (part * M + m).to(gl.int64)[:, None]
@@ -293,60 +300,6 @@ if HAS_GLUON:
                 gl.store(out_ptr + rows * N + (n + RIGHT)[None, :], lower.to(out_dtype), mask=below)
         if TMA_STORE:
             tma.store_wait(0)
-
-    @gluon.jit
-    def _store_half(values, out_desc, stage, start_m, start_n):
-        tma.store_wait(0)  # until the previous half has left the buffer
-        stage.store(values)
-        fence_async_shared()
-        tma_store(out_desc, [start_m, start_n], stage)
-
-    @gluon.jit
-    def _magnitude(x):
-        """The magnitude as an integer, which has the same order as the float and keeps NaN."""
-        return x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-
-    @gluon.jit
-    def _store_int8(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK: gl.constexpr):
-        """Store both halves in blocks: one block of 128 x 128 for both, or smaller ones within each."""
-        if BLOCK[0] == 128:
-            amax = gl.max(gl.max(gl.maximum(_magnitude(upper), _magnitude(lower)), 1), 0)
-            scale = gl.div_rn(amax.to(gl.float32, bitcast=True), 127.0)
-            scale = gl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
-            inverse = gl.div_rn(1.0, scale)
-            if (start_m < M) & (start_n < N):
-                gl.store(out_scale_ptr + (start_m // 128) * gl.cdiv(N, 128) + start_n // 128, scale)
-            _store_half(pushed_to_int8(upper * inverse + PUSH), out_desc, stage, start_m, start_n)
-            _store_half(pushed_to_int8(lower * inverse + PUSH), out_desc, stage, start_m + 64, start_n)
-        else:
-            q, scale = quantize_tile(upper, BLOCK)
-            _store_scales(scale, out_scale_ptr, start_m, start_n, M, N, BLOCK)
-            _store_half(gl.convert_layout(q, upper.type.layout), out_desc, stage, start_m, start_n)
-            q, scale = quantize_tile(lower, BLOCK)
-            _store_scales(scale, out_scale_ptr, start_m + 64, start_n, M, N, BLOCK)
-            _store_half(gl.convert_layout(q, upper.type.layout), out_desc, stage, start_m + 64, start_n)
-
-    @gluon.jit
-    def _store_wide(left, right, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK: gl.constexpr):
-        """Store 64 rows in blocks of one row and 256 columns, the columns of both halves."""
-        amax = gl.max(gl.maximum(_magnitude(left), _magnitude(right)), 1)
-        scale = gl.div_rn(amax.to(gl.float32, bitcast=True), 127.0)
-        scale = gl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
-        inverse = gl.div_rn(1.0, scale)[:, None]
-        m = start_m + gl.arange(0, 64, layout=scale.type.layout)
-        across = gl.cdiv(N, BLOCK[1])
-        gl.store(out_scale_ptr + m * across + start_n // BLOCK[1], scale, mask=(m < M) & (start_n < N))
-        _store_half(pushed_to_int8(left * inverse + PUSH), out_desc, stage, start_m, start_n)
-        _store_half(pushed_to_int8(right * inverse + PUSH), out_desc, stage, start_m, start_n + 128)
-
-    @gluon.jit
-    def _store_scales(scale, scale_ptr, start_m, start_n, M, N, BLOCK: gl.constexpr):
-        layout: gl.constexpr = scale.type.layout
-        m = start_m // BLOCK[0] + gl.arange(0, scale.shape[0], layout=gl.SliceLayout(1, layout))
-        n = start_n // BLOCK[1] + gl.arange(0, scale.shape[1], layout=gl.SliceLayout(0, layout))
-        across = gl.cdiv(N, BLOCK[1])
-        inside = (m < gl.cdiv(M, BLOCK[0]))[:, None] & (n < across)[None, :]
-        gl.store(scale_ptr + m[:, None] * across + n[None, :], scale, mask=inside)
 
     @gluon.jit
     def _compute(
@@ -359,28 +312,21 @@ if HAS_GLUON:
         out_ptr,
         out_scale_ptr,
         sizes,
-        BLOCK: gl.constexpr,
-        BLOCK_B: gl.constexpr,
-        HAS_BIAS: gl.constexpr,
-        BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr,
-        GROUP_M: gl.constexpr,
-        STAGES: gl.constexpr,
-        CONSUMERS: gl.constexpr,
-        TMA_STORE: gl.constexpr,
-        EARLY: gl.constexpr,
-        PAIRS: gl.constexpr,
+        FORM: gl.constexpr,
         OVERLAP: gl.constexpr,
     ):
-        """The sum of the products of PAIRS pairs of operands, one after the other in the same float32 sums."""
+        """The sum of the products of pairs of operands, one after the other in the same float32 sums."""
+        BLOCK: gl.constexpr = FORM.block
+        STAGES: gl.constexpr = FORM.stages
+        CONSUMERS: gl.constexpr = FORM.consumers
         WIDTH: gl.constexpr = 128 if BLOCK[1] > 128 else BLOCK[1]
-        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, WIDTH], a_descs[0].layout)
-        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, WIDTH], b_descs[0].layout)
+        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, FORM.block_m, WIDTH], a_descs[0].layout)
+        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, FORM.block_n, WIDTH], b_descs[0].layout)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         out_stages = b_stages
-        if TMA_STORE:
+        if FORM.tma_store:
             out_stages = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, 128], out_desc.layout)
         for i in gl.static_range(STAGES):
             mbarrier.init(ready.index(i), count=1)
@@ -395,70 +341,46 @@ if HAS_GLUON:
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [
-                    (_consume, (
-                        gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, PAIRS,
-                    )),
-                    (_consume, (
-                        gl.constexpr(1), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, PAIRS,
-                    )),
-                    (_produce, (
-                        a_descs, b_descs, a_stages, b_stages, ready, free, sizes,
-                        BLOCK, BLOCK_M, BLOCK_N, GROUP_M, STAGES, PAIRS,
-                    )),
+                    (_consume, (gl.constexpr(0), pointers, shared, sizes, FORM)),
+                    (_consume, (gl.constexpr(1), pointers, shared, sizes, FORM)),
+                    (_produce, (a_descs, b_descs, a_stages, b_stages, ready, free, sizes, FORM)),
                 ],
                 [4, 1],  # warps of the second and third
                 [240, 24],  # their registers; the first one gets the rest
-            )  # fmt: skip
+            )
         else:
             gl.warp_specialize(
                 [
-                    (_consume, (
-                        gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, PAIRS,
-                    )),
-                    (_produce, (
-                        a_descs, b_descs, a_stages, b_stages, ready, free, sizes,
-                        BLOCK, BLOCK_M, BLOCK_N, GROUP_M, STAGES, PAIRS,
-                    )),
+                    (_consume, (gl.constexpr(0), pointers, shared, sizes, FORM)),
+                    (_produce, (a_descs, b_descs, a_stages, b_stages, ready, free, sizes, FORM)),
                 ],
                 [1],
                 [24],
-            )  # fmt: skip
+            )
 
     @gluon.jit(do_not_specialize=["M", "STEPS", "PARTS"])
     def _block_linear_specialized_kernel(
-        a_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(K, BLOCK[1])) fp32
-        b_scale_ptr,  # (cdiv(N, BLOCK_B[0]), cdiv(K, BLOCK_B[1])) fp32
+        a_scale_ptr,  # (cdiv(M, block[0]), cdiv(K, block[1])) fp32, block is FORM.block
+        b_scale_ptr,  # (cdiv(N, block_b[0]), cdiv(K, block_b[1])) fp32
         a_desc,  # of (M, K) int8
         b_desc,  # of (N, K) int8
         bias_ptr,  # (N,) float
-        out_desc,  # of (M, N) 16 bit or int8; unused without TMA_STORE
+        out_desc,  # of (M, N) 16 bit or int8; unused without tma_store
         out_ptr,  # (PARTS, M, N) float
-        out_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(N, BLOCK[1])) fp32, for an int8 result
+        out_scale_ptr,  # (cdiv(M, block[0]), cdiv(N, block[1])) fp32, for an int8 result
         M,
         N,
         K,
         STEPS,  # blocks along K in a part
         PARTS,  # of K, each with a result of its own
-        BLOCK: gl.constexpr,  # of a and the result
-        BLOCK_B: gl.constexpr,  # with as many columns
-        HAS_BIAS: gl.constexpr,
-        BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr,
-        GROUP_M: gl.constexpr,
-        STAGES: gl.constexpr,
-        CONSUMERS: gl.constexpr,
-        TMA_STORE: gl.constexpr,
-        EARLY: gl.constexpr = False,  # the upper half is dequantized before the lower one is multiplied
+        FORM: gl.constexpr,
         OVERLAP: gl.constexpr = False,
     ):
         """out = a @ b.T + bias. Persistent: each of n programs computes every n-th tile of every part."""
         _compute(
             (a_scale_ptr,), (b_scale_ptr,), (a_desc,), (b_desc,),
             bias_ptr, out_desc, out_ptr, out_scale_ptr, (M, N, (K,), STEPS, PARTS),
-            BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, 1, OVERLAP,
+            FORM, OVERLAP,
         )  # fmt: skip
 
     @gluon.jit(do_not_specialize=["M", "STEPS"])
@@ -471,7 +393,7 @@ if HAS_GLUON:
         b2_scale_ptr,
         a2_desc,
         b2_desc,
-        a3_scale_ptr,  # of the third pair, used if PAIRS is 3
+        a3_scale_ptr,  # of the third pair, used if FORM.pairs is 3
         b3_scale_ptr,
         a3_desc,
         b3_desc,
@@ -484,16 +406,7 @@ if HAS_GLUON:
         K2,
         K3,
         STEPS,  # blocks along the longest K
-        PAIRS: gl.constexpr,  # 2 or 3
-        BLOCK: gl.constexpr,
-        BLOCK_B: gl.constexpr,
-        BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr,
-        GROUP_M: gl.constexpr,
-        STAGES: gl.constexpr,
-        CONSUMERS: gl.constexpr,
-        TMA_STORE: gl.constexpr,
-        EARLY: gl.constexpr = False,
+        FORM: gl.constexpr,
         OVERLAP: gl.constexpr = False,
     ):
         """out = a @ b.T + a2 @ b2.T + a3 @ b3.T. Persistent, as above."""
@@ -501,7 +414,7 @@ if HAS_GLUON:
             (a_scale_ptr, a2_scale_ptr, a3_scale_ptr), (b_scale_ptr, b2_scale_ptr, b3_scale_ptr),
             (a_desc, a2_desc, a3_desc), (b_desc, b2_desc, b3_desc),
             b_scale_ptr, out_desc, out_ptr, out_scale_ptr, (M, N, (K, K2, K3), STEPS, 1),
-            BLOCK, BLOCK_B, False, BLOCK_M, BLOCK_N, GROUP_M, STAGES, CONSUMERS, TMA_STORE, EARLY, PAIRS, OVERLAP,
+            FORM, OVERLAP,
         )  # fmt: skip
 
     kernel: Any = _block_linear_specialized_kernel

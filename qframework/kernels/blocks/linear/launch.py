@@ -136,13 +136,11 @@ def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
     out.copy_(y if bias is None else y + bias.float())
 
 
-def _blocks(block_size: BlockSize) -> dict[str, tuple[int, int]]:
-    return {"BLOCK": block_shape(block_size), "BLOCK_B": block_shape(operand_size(block_size))}
-
-
 def tile_constants(tile: BlockTile, k: int, block_size: BlockSize, has_bias: bool) -> dict[str, Any]:
     """The compile-time constants of triton.py's kernel, in the order of its arguments."""
-    return _blocks(block_size) | {
+    return {
+        "BLOCK": block_shape(block_size),
+        "BLOCK_B": block_shape(operand_size(block_size)),
         "HAS_BIAS": has_bias,
         "STEP": min(block_shape(block_size)[1], STEP),
         "EVEN_K": tile.tma or k % block_shape(block_size)[1] == 0,  # descriptors read zeros past the edge
@@ -159,24 +157,28 @@ def stores_by_tma(dtype: torch.dtype, columns: int) -> bool:
 
 
 def specialized_constants(tile: BlockTile, block_size: BlockSize, has_bias: bool, tma_store: bool) -> dict[str, Any]:
-    """The compile-time constants of the kernel for Hopper, in the order of its arguments."""
-    return _blocks(block_size) | {
-        "HAS_BIAS": has_bias,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "GROUP_M": tile.group_m,
-        "STAGES": tile.num_stages,
-        "CONSUMERS": tile.consumers,
-        "TMA_STORE": tma_store,
-        "EARLY": tile.early,
-    }
+    """The compile-time constants of the kernel for Hopper."""
+    return {"FORM": _form(tile, block_size, has_bias, tma_store)}
 
 
 def sum_constants(pairs: int, tile: BlockTile, block_size: BlockSize, tma_store: bool) -> dict[str, Any]:
     """``specialized_constants`` for the sum of ``pairs`` products, which spills less if it is early."""
-    constants = specialized_constants(tile._replace(early=True), block_size, False, tma_store)
-    del constants["HAS_BIAS"]
-    return {"PAIRS": pairs} | constants
+    return {"FORM": _form(tile, block_size, False, tma_store)._replace(early=True, pairs=pairs)}
+
+
+def _form(tile: BlockTile, block_size: BlockSize, has_bias: bool, tma_store: bool) -> specialized.BlockLinearForm:
+    return specialized.BlockLinearForm(
+        block_shape(block_size),
+        block_shape(operand_size(block_size)),
+        has_bias,
+        tile.block_m,
+        tile.block_n,
+        tile.group_m,
+        tile.num_stages,
+        tile.consumers,
+        tma_store,
+        tile.early,
+    )
 
 
 def specialized_options(tile: BlockTile) -> dict[str, int]:

@@ -194,7 +194,8 @@ def test_launches_of_the_kernel_for_hopper(kernel, monkeypatch, tile, parts, out
     ((grid, constants, launched),) = hopper.launches
     assert grid == (programs, 1, 1)
     by_tma = parts == 1 and out_dtype != torch.float32
-    assert (constants["TMA_STORE"], constants["HAS_BIAS"]) == (by_tma, parts == 1)
+    form = constants["FORM"]
+    assert (form.tma_store, form.has_bias) == (by_tma, parts == 1)
     assert launched[2][1:] == ([200, 256], [tile.block_m, 128])
     assert launched[3][1:] == ([144, 256], [128, 128])
     assert launched[5] == ((launched[6], [200, 144], [64, 128]) if by_tma else launched[3])

@@ -200,7 +200,8 @@ def test_launches_and_replays_of_the_kernel_for_hopper(monkeypatch, count, inner
     results = [run(operands, (1, 128), torch.int8) for operands in kept]
     for operands, (out, out_scale), (grid, constants, launched) in zip(kept, results, hopper.launches, strict=True):
         assert grid == (2, 1, 1)
-        assert (constants["PAIRS"], constants["TMA_STORE"], constants["EARLY"]) == (count, True, True)
+        form = constants["FORM"]
+        assert (form.pairs, form.tma_store, form.early) == (count, True, True)
         operands = operands + operands[: 12 - len(operands)]
         for i in range(0, 12, 4):
             a, a_scale, b, b_scale = operands[i : i + 4]

@@ -1,0 +1,205 @@
+"""What Hopper's kernels of linears share: the ring of stages, the warp that fills it, and the products of its tiles.
+
+The loading warp fills the stages with tiles of a and b by TMA. ``ready`` barriers pass a stage to the multiplying
+warpgroups, ``free`` barriers return it. With ``pingpong``, ``turn`` barriers let the warpgroups multiply in turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from qframework.kernels.linear.triton import place
+from qframework.kernels.runtime.gluon import HAS_GLUON
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.triton import triton
+
+
+class LinearForm(NamedTuple):
+    """What a kernel is compiled for beside its epilogue: sizes, and how programs and warpgroups share the work."""
+
+    block_m: int
+    block_n: int  # rows of b in a stage
+    block_k: int
+    columns: int  # of a tile of the result; fewer than block_n where a stage holds rows of several weights
+    group_m: int  # rows of tiles before the next column of tiles
+    stages: int
+    pingpong: bool  # else cooperative
+    single: bool  # a grid of two dimensions, one program per tile; else persistent programs
+
+
+# Functions, not properties: Triton compiles again what calls a function that has changed.
+@triton.constexpr_function
+def parts(block_m):
+    """Tensors that hold a tile's rows of a, since the sizes of each must be powers of two."""
+    return 3 if block_m == 192 else 1
+
+
+@triton.constexpr_function
+def workers(block_m):
+    """Multiplying warpgroups."""
+    return 3 if block_m == 192 else 2
+
+
+@triton.constexpr_function
+def _in_turn(form):
+    """Whether warpgroups wait for each other: those of a ping-pong, except for one tile, which the first one has."""
+    return form.pingpong and not form.single
+
+
+class Ring(NamedTuple):
+    """The stages in shared memory, and their barriers."""
+
+    a_stages: Any
+    b_stages: Any
+    ready: Any
+    free: Any
+    turn: Any
+
+
+if HAS_GLUON:
+    from qframework.kernels.runtime.gluon import (
+        fence_async_shared,
+        gl,
+        gluon,
+        mbarrier,
+        next_stage,
+        parts_of_rows,
+        tma_load,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    @gluon.jit
+    def tiles_of_program(M, N, FORM: gl.constexpr):
+        """First, end and step of the range of this program's tiles."""
+        SINGLE: gl.constexpr = FORM.single
+        first = 0
+        end = 1
+        by = 1
+        if not SINGLE:
+            first = gl.program_id(0)
+            end = gl.cdiv(M, FORM.block_m) * gl.cdiv(N, FORM.columns)
+            by = gl.num_programs(0)
+        return first, end, by
+
+    @gluon.jit
+    def place_of(tile, M, N, FORM: gl.constexpr):
+        """First row and column of a tile of the result."""
+        SINGLE: gl.constexpr = FORM.single
+        start_m = gl.program_id(0) * FORM.block_m
+        start_n = gl.program_id(1) * FORM.columns
+        if not SINGLE:
+            start_m, start_n = place(tile, M, N, FORM.block_m, FORM.columns, FORM.group_m)
+        return start_m, start_n
+
+    @gluon.jit
+    def begin(a_desc, b_descs, M, N, K, FORM: gl.constexpr, OVERLAP: gl.constexpr):
+        """The ring, with the loads of the first tile's first stages under way.
+
+        They start before the rest of the setup, to hide their latency. ``fence_async_shared`` must follow before the
+        warps part.
+        """
+        PARTS: gl.constexpr = parts(FORM.block_m)
+        STAGES: gl.constexpr = FORM.stages
+        BLOCK_K: gl.constexpr = FORM.block_k
+        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, FORM.block_m // PARTS, BLOCK_K], a_desc.layout)
+        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, FORM.block_n, BLOCK_K], b_descs[0].layout)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        ring = Ring(a_stages, b_stages, ready, free, turn)
+        gl.static_assert(STAGES > 2)
+        mbarrier.init(ready.index(0), count=1)
+        mbarrier.init(ready.index(1), count=1)
+        fence_async_shared()
+        wait_for_previous_kernel(OVERLAP)
+        first, _, _ = tiles_of_program(M, N, FORM)
+        start_m, start_n = place_of(first, M, N, FORM)
+        _load(a_desc, b_descs, ring, start_m, start_n, 0, 0, FORM)
+        if K > BLOCK_K:
+            _load(a_desc, b_descs, ring, start_m, start_n, BLOCK_K, 1, FORM)
+        for i in gl.static_range(STAGES):
+            if i > 1:
+                mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(free.index(i), count=1 if FORM.pingpong else workers(FORM.block_m))
+        if _in_turn(FORM):
+            for i in gl.static_range(2):
+                mbarrier.init(turn.index(i), count=1)
+        return ring
+
+    @gluon.jit
+    def _load(a_desc, b_descs, ring, start_m, start_n, start, slot, FORM: gl.constexpr):
+        """Start loading the tiles of a and b at column ``start`` into stage ``slot``."""
+        PARTS: gl.constexpr = parts(FORM.block_m)
+        PART: gl.constexpr = FORM.block_m // PARTS
+        WEIGHTS: gl.constexpr = FORM.block_n // FORM.columns
+        b_stages = parts_of_rows(ring.b_stages, WEIGHTS)
+        ready = ring.ready.index(slot)
+        mbarrier.expect(ready, (FORM.block_m + FORM.block_n) * FORM.block_k)
+        for part in gl.static_range(PARTS):
+            tma_load(a_desc, [start_m + part * PART, start], ready, ring.a_stages.index(slot * PARTS + part))
+        for part in gl.static_range(WEIGHTS):
+            tma_load(b_descs[part], [start_n, start], ready, b_stages.index(slot * WEIGHTS + part))
+
+    @gluon.jit
+    def produce(a_desc, b_descs, ring, M, N, K, FORM: gl.constexpr):
+        """The loading warp, behind :func:`begin`."""
+        BLOCK_K: gl.constexpr = FORM.block_k
+        first, end, by = tiles_of_program(M, N, FORM)
+        asked_for = gl.where(K > BLOCK_K, 2, 1)
+        slot = asked_for
+        phase = 1  # waiting for phase 1 of a fresh barrier returns at once: all stages are free
+        for tile in range(first, end, by):
+            start_m, start_n = place_of(tile, M, N, FORM)
+            for start in range(gl.where(tile == first, asked_for * BLOCK_K, 0), K, BLOCK_K):
+                mbarrier.wait(ring.free.index(slot), phase)
+                _load(a_desc, b_descs, ring, start_m, start_n, start, slot, FORM)
+                slot, phase = next_stage(slot, phase, FORM.stages)
+
+    @gluon.jit
+    def multiply(
+        WHO: gl.constexpr,
+        ring,
+        own_turn,  # the phase of ``turn`` to wait for
+        steps,
+        total,  # steps of all tiles before this one
+        FORM: gl.constexpr,
+    ):
+        """The product of a warpgroup's rows of a tile: two accumulators of 64 rows, the second one 0 if it has 64."""
+        a_stages, b_stages, ready, free, turn = ring
+        BLOCK_N: gl.constexpr = FORM.block_n
+        STAGES: gl.constexpr = FORM.stages
+        THIRDS: gl.constexpr = workers(FORM.block_m) == 3
+        IN_TURN: gl.constexpr = _in_turn(FORM)
+        FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * 128
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+        if IN_TURN:
+            # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
+            mbarrier.wait(turn.index(WHO), own_turn)
+        slot = total % STAGES
+        phase = (total // STAGES) & 1
+        upper = gl.zeros((64, BLOCK_N), gl.int32, layout)
+        lower = gl.zeros((64, BLOCK_N), gl.int32, layout)
+        for step in range(steps):
+            mbarrier.wait(ready.index(slot), phase)
+            b = b_stages.index(slot).permute((1, 0))
+            # the products of the previous step are done behind each wait
+            if THIRDS:
+                upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
+                upper = warpgroup_mma_wait(1, deps=(upper,))
+            else:
+                a = a_stages.index(slot)
+                upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
+                lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
+                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
+            if step > 0:
+                mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+            slot, phase = next_stage(slot, phase, STAGES)
+        if IN_TURN:
+            mbarrier.arrive(turn.index(1 - WHO), count=1)
+        if THIRDS:
+            upper = warpgroup_mma_wait(0, deps=(upper,))
+        else:
+            upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
+        mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        return upper, lower
