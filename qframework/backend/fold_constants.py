@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
 from qframework.compat.dispatch import AUTOCAST_SCOPES, static_layout
-from qframework.compat.dynamo import guard_identity, source_name
+from qframework.compat.dynamo import VALUE_KEYS, guard_identity, source_name
 from qframework.compat.operators import OpOverload
 from qframework.graph.constant_parts import Constant, constant_nodes
 from qframework.graph.nodes import fake_value, layer_name, linear_call, why_not_plain
@@ -67,7 +67,9 @@ class _Folding:
                 self.fold(each)
             return
         self._report(node)
-        node.replace_all_uses_with(self._lowering.scales.buffer(value))
+        buffer = self._lowering.scales.buffer(value)
+        buffer.meta.update({key: node.meta[key] for key in VALUE_KEYS if key in node.meta})  # fake, as for its readers
+        node.replace_all_uses_with(buffer)
         for each in reversed(_computed_from(node)):
             if each.op.startswith("call") and not each.users:
                 node.graph.erase_node(each)

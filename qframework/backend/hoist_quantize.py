@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.backend.lowering import Lowering, ScaleConstants
+from qframework.backend.lowering import Lowering
 from qframework.backend.quantized_linear import find_epilogue, is_quantized_linear, static_quantize_scale
+from qframework.backend.watched_values import Operand, WatchedValues, is_followed, is_written
 from qframework.compat.dynamo import VALUE_KEYS
 from qframework.graph.channels import ChannelView, Leaf, quantized_everywhere
 from qframework.graph.nodes import fake_value, linear_call
@@ -36,7 +37,7 @@ _ours = torch.ops.qframework
 
 def hoist_quantize(lowering: Lowering) -> None:
     """Move the quantization of every quantized linear's output to the linear, across the views in between."""
-    gm, constants, scales = lowering.gm, lowering.constants, lowering.scales
+    gm, constants, watched = lowering.gm, lowering.constants, WatchedValues()
     for node in list(gm.graph.nodes):
         if linear_call(node) is None or not is_quantized_linear(node, constants):
             continue
@@ -50,9 +51,11 @@ def hoist_quantize(lowering: Lowering) -> None:
         leaves, views = found
         channel_scales = _ChannelScales(torch.full((fake.shape[-1],), -1))
         if all(channel_scales.take(leaf) for leaf in leaves):
-            _quantize_here(gm, epilogue.end, channel_scales.node(gm, epilogue.end, fake.device, scales))
+            _quantize_here(gm, epilogue.end, channel_scales.node(lowering, epilogue.end, fake.device, watched))
             erase_quantize(gm, leaves)
             mark_int8(views)
+    if watched:
+        lowering.checks.append(watched.check)
 
 
 def is_static_quantize(node: Node, value: Node) -> bool:
@@ -92,16 +95,32 @@ class _ChannelScales:
         self.index[channels] = wanted
         return bool(((known < 0) | (known == wanted)).all())
 
-    def node(self, gm: GraphModule, end: Node, device: torch.device, scales: ScaleConstants) -> Node:
-        """A node of ``(N,)`` scales: a buffer if all are numbers, else computed from its sources at each call."""
-        index = self.index.clamp(min=0)  # any scale for channels without readers
-        if not any(isinstance(source, Node) for source in self.sources):
-            return scales.buffer(torch.tensor(list(self.sources))[index].to(device))
-        position = scales.buffer(index.to(device))
-        with gm.graph.inserting_before(end.next):
-            parts = [_reread(gm, s) if isinstance(s, Node) else scales.node(s, device) for s in self.sources]
-            joined = gm.graph.call_function(torch.ops.aten.cat.default, (parts,))
-            return gm.graph.call_function(torch.ops.aten.index_select.default, (joined, 0, position))
+    def node(self, lowering: Lowering, end: Node, device: torch.device, watched: WatchedValues) -> Node:
+        """A node of ``(N,)`` scales: a buffer that follows writes to the model's, or computed at each call."""
+        index, scales = self.index.clamp(min=0).to(device), lowering.scales  # any scale for channels without readers
+        nodes = [source for source in self.sources if isinstance(source, Node)]
+        if not nodes:
+            return scales.buffer(torch.tensor(list(self.sources), device=device)[index])
+        if all(is_followed(node, lowering) for node in nodes) and not is_written(nodes, lowering):
+            return self._followed(index, lowering, watched)
+        position = scales.buffer(index)
+        with lowering.gm.graph.inserting_before(end.next):
+            parts = [_reread(lowering.gm, s) if isinstance(s, Node) else scales.node(s, device) for s in self.sources]
+            joined = lowering.gm.graph.call_function(torch.ops.aten.cat.default, (parts,))
+            return lowering.gm.graph.call_function(torch.ops.aten.index_select.default, (joined, 0, position))
+
+    def _followed(self, index: Tensor, lowering: Lowering, watched: WatchedValues) -> Node:
+        nodes = [lowering.scales.node(source, index.device) for source in self.sources]
+        operands = [Operand(node, lowering.constants) for node in nodes]
+
+        def compute(*values: Any) -> Tensor:
+            return torch.cat(values)[index]
+
+        buffer = lowering.scales.buffer(compute(*(each.value for each in operands)))
+        watched.add(lowering.constants.value(buffer), compute, operands)
+        for node in filter(lowering.scales.owns, nodes):
+            lowering.scales.remove(node)
+        return buffer
 
 
 def _scale_and_channels(leaf: Leaf) -> tuple[float | Node | None, Tensor | None]:

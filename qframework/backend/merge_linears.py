@@ -33,7 +33,7 @@ from torch.fx import Node
 from qframework.backend.linear_gain import pays_to_join
 from qframework.backend.lowering import Lowering
 from qframework.backend.quantized_linear import int8_linear_arguments
-from qframework.backend.watched_values import Operand, WatchedValues
+from qframework.backend.watched_values import Operand, WatchedValues, is_followed, is_written
 from qframework.compat.dispatch import FakeTensor
 from qframework.compat.dynamo import record_value, recorded_value
 from qframework.graph.nodes import fake_value
@@ -93,7 +93,7 @@ def _can_join(node: Node, lowering: Lowering) -> bool:
         return known and call.out_scale is None
     return (
         node in lowering.converted
-        and all(_can_be_copied(each, lowering) for each in _parameters(call))
+        and all(is_followed(each, lowering) for each in _parameters(call))
         and (call.out_scale is None or _is_scale_of_channels(call, lowering))
     )
 
@@ -101,14 +101,6 @@ def _can_join(node: Node, lowering: Lowering) -> bool:
 def _parameters(call: Any) -> list[Node]:
     """What each output channel has a part of."""
     return [each for each in (call.b, call.b_scale, call.bias, call.out_scale) if each is not None]
-
-
-def _can_be_copied(node: Node, lowering: Lowering) -> bool:
-    """Whether a tensor is known now, and later writes to it will be noticed."""
-    value = lowering.constants.value(node)
-    if value is None or value.is_inference():
-        return False
-    return lowering.scales.owns(node) or lowering.constants.input_index(node) is not None
 
 
 def _is_scale_of_channels(call: Any, lowering: Lowering) -> bool:
@@ -119,11 +111,7 @@ def _is_scale_of_channels(call: Any, lowering: Lowering) -> bool:
 
 def _is_written(nodes: Sequence[Node], lowering: Lowering) -> bool:
     """Whether the graph itself may write what would be copied."""
-    graph = lowering.gm.graph
-    parameters = [
-        each for node in nodes for each in _parameters(int8_linear_arguments(node)) if not lowering.scales.owns(each)
-    ]
-    return written_between(next(iter(graph.nodes)), graph.output_node(), parameters) is not None
+    return is_written([each for node in nodes for each in _parameters(int8_linear_arguments(node))], lowering)
 
 
 def _read_the_same(nodes: Sequence[Node]) -> bool:
@@ -211,7 +199,7 @@ def _joined_parameters(calls: Sequence[Any], lowering: Lowering, watched: Watche
         "b": join("b", lambda *values: torch.cat(values)),
         "b_scale": join("b_scale", by_channel),
         "bias": join("bias", with_zeros, changes=True),  # a buffer where it takes a zero point (zero_point_bias.py)
-        "out_scale": join("out_scale", by_channel),
+        "out_scale": join("out_scale", by_channel, changes=True),  # one with scales per head (hoist_quantize.py)
     }
 
 

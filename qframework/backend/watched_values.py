@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qframework.backend.lowering import Lowering
 from qframework.compat.dispatch import writes_of_all
 from qframework.graph.nodes import Constants
+from qframework.graph.writes import written_between
 
 
 class Operand:
@@ -25,6 +27,21 @@ class Operand:
     def now(self, args: Sequence[Any]) -> Any:
         """The value in a call with the inputs ``args``."""
         return self.value if self.index is None else args[self.index]
+
+
+def is_followed(node: Node, lowering: Lowering) -> bool:
+    """Whether a tensor is known now, and later writes to it will be noticed."""
+    value = lowering.constants.value(node)
+    if value is None or value.is_inference():
+        return False
+    return lowering.scales.owns(node) or lowering.constants.input_index(node) is not None
+
+
+def is_written(nodes: Iterable[Node], lowering: Lowering) -> bool:
+    """Whether the graph itself may write one of these tensors of the model."""
+    graph = lowering.gm.graph
+    given = [each for each in nodes if not lowering.scales.owns(each)]
+    return written_between(next(iter(graph.nodes)), graph.output_node(), given) is not None
 
 
 class _Watched(NamedTuple):

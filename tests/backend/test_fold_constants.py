@@ -209,3 +209,12 @@ def test_repeated_calls_with_other_shapes():
         for batch in (2, 3, 5):
             x = torch.randn(batch, TOKENS, WIDTH)
             torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("cls", [Table, Coordinates])
+def test_attention_takes_a_bias_that_is_a_buffer(cls):
+    model, x = cls().eval(), torch.randn(2, TOKENS, WIDTH)
+    compiled = torch.compile(model, backend="qframework", options={**FROZEN, "attention": "sage_b"})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=0.1, atol=0.1)
+        assert "sage_attention" in str(qframework.explain(compiled, x))

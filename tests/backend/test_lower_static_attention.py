@@ -14,6 +14,9 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 import qframework
 from qframework import numerics
+from qframework.backend.compile import run_passes
+from qframework.backend.lowering import Lowering
+from qframework.backend.options import BackendOptions
 from qframework.quantizer import (
     AttentionConfig,
     QFrameworkQuantizer,
@@ -419,3 +422,55 @@ def test_compiled_saved_and_loaded(name, tmp_path):
         assert numerics.sqnr_db(reference, fast) > 55
         assert torch.equal(restored(images), fast)
         assert numerics.sqnr_db(model(images[:1]), restored(images[:1])) > 20
+
+
+class TestScalesPerHead:
+    """The scales of a linear's channels are gathered once, and again when the model's scales are written."""
+
+    @pytest.fixture
+    def model(self, fresh_dynamo):
+        torch.manual_seed(0)
+        return converted(Fused(), data(), static_attention("per_head"))
+
+    @staticmethod
+    def compiled(model, kept):
+        def backend(gm, inputs):
+            kept.append(gm)
+            lowering = Lowering.of(gm, inputs, BackendOptions())
+            run_passes(lowering)
+
+            def call(*args):
+                for check in lowering.checks:
+                    check(args)
+                return gm(*args)
+
+            return call
+
+        return torch.compile(model, backend=backend, fullgraph=True)
+
+    def test_nothing_gathers_them_at_each_call(self, model):
+        kept = []
+        with torch.no_grad():
+            self.compiled(model, kept)(data())
+        assert count(kept[0], INT8_LINEAR) == 2
+        assert [target for target in targets(kept[0]) if "cat" in str(target) or "index_select" in str(target)] == []
+
+    @pytest.mark.parametrize("replaces", [False, True])
+    def test_a_write_is_seen(self, model, replaces):
+        x, kept = data(), []
+        compiled = self.compiled(model, kept)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x))
+            scales = [name for name, value in model.named_buffers() if "_scale_" in name and value.shape == (HEADS,)]
+            before = compiled(x)
+            for name in scales:
+                if replaces:
+                    owner, _, last = name.rpartition(".")
+                    setattr(model.get_submodule(owner), last, 7 * model.get_buffer(name))
+                else:
+                    model.get_buffer(name).mul_(7)
+            after = compiled(x)
+            torch.testing.assert_close(after, model(x))
+        assert len(scales) == 3
+        assert (after - before).abs().max() > 0.01
+        assert len(kept) == 1
