@@ -27,7 +27,8 @@ from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
 from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
-from qframework.graph.attention_patterns import AttentionCall, Refused, sdpa_call, spelled_out_call
+from qframework.graph.attention_call import AttentionCall, Refused
+from qframework.graph.attention_patterns import sdpa_call, spelled_out_call
 from qframework.graph.causal_masks import with_causal_flag
 from qframework.graph.index_values import Values, index_values
 from qframework.graph.nodes import argument, fake_value, layer_name, needs_gradient, operation

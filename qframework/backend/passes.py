@@ -33,7 +33,6 @@ from qframework.backend.report import LayerReport
 from qframework.backend.share_mask_blocks import share_mask_blocks
 from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
-from qframework.graph.attention_patterns import is_assertion
 from qframework.graph.causal_masks import use_causal_flag
 from qframework.graph.dense_masks import make_masks_dense
 from qframework.graph.expand_attention import expand_multi_head_attention
@@ -41,7 +40,7 @@ from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
 from qframework.graph.expand_products import expand_products, is_grouped, why_no_linear
 from qframework.graph.inline_grad_scopes import inline_grad_scopes
-from qframework.graph.nodes import layer_name, operation
+from qframework.graph.nodes import is_assertion, layer_name, operation
 from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.read_parts import read_parts
 from qframework.graph.scalar_constants import use_numbers

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from qframework.graph.attention_patterns import NO_WEIGHT, AttentionCall, Summand
+from qframework.graph.attention_call import NO_WEIGHT, AttentionCall, Summand
 from qframework.graph.index_formulas import Line, Number, Piecewise
 from qframework.graph.index_values import Values, fixed_until, index_values
 from qframework.graph.nodes import argument, fake_value, is_sage_attention, operation

@@ -30,9 +30,8 @@ from torch.fx import GraphModule, Node
 
 from qframework.compat.dispatch import memory_of
 from qframework.errors import QFrameworkError
-from qframework.graph.attention_patterns import CASTS, is_assertion
 from qframework.graph.channels import READS_ONLY_THE_SHAPE, ChannelView, Dim, parts, through
-from qframework.graph.nodes import argument, fake_value, linear_call, operation
+from qframework.graph.nodes import CASTS, argument, fake_value, is_assertion, linear_call, operation
 from qframework.graph.shapes import same
 from qframework.graph.writes import writes_in_place
 

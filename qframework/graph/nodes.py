@@ -26,7 +26,7 @@ from qframework.compat.dispatch import (
 )
 from qframework.compat.dynamo import is_static_input, recorded_value, source_name, value_key
 from qframework.compat.modules import SPACES
-from qframework.compat.operators import BUILT_INS, OpOverload, schema
+from qframework.compat.operators import ASSERT_METADATA, BUILT_INS, OpOverload, schema
 from qframework.numerics import FLOAT_DTYPES
 
 aten = torch.ops.aten
@@ -44,6 +44,12 @@ _ADD_IN_PLACE = {operator.iadd, aten.add_.Tensor}
 
 RESHAPES = {"view", "reshape", "flatten", "unflatten"}
 """Operations that keep the order of all elements."""
+
+
+# Operations that keep the values: casts, copies, and views of the same elements.
+CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "type"}
+COPIES = {"contiguous", "clone", "alias"}
+VIEWS = {*RESHAPES, "view_as", "reshape_as", "unsqueeze", "squeeze"}
 
 
 class LinearCall(NamedTuple):
@@ -188,6 +194,16 @@ def behind(node: Node, operations: Collection[str]) -> Node:
 def needs_gradient(values: Iterable[Tensor | None]) -> bool:
     """Whether gradients are on and one of these values requires one."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in values)
+
+
+def users(node: Node) -> list[Node]:
+    """The nodes that read a value, except the assertions about its metadata that exports contain."""
+    return [user for user in node.users if not is_assertion(user)]
+
+
+def is_assertion(node: Node) -> bool:
+    """``aten._assert_tensor_metadata``."""
+    return node.target is ASSERT_METADATA
 
 
 def why_not_plain(value: Tensor | None) -> str | None:

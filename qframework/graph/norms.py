@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention_patterns import CASTS
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.nodes import CASTS, argument, fake_value, operation
 from qframework.graph.writes import writes_in_place
 
 

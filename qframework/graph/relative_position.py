@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention_patterns import CASTS, COPIES, VIEWS, NotAttention, Summand, shape_of
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.attention_call import NotAttention, Summand, shape_of
+from qframework.graph.nodes import CASTS, COPIES, VIEWS, argument, fake_value, operation
 from qframework.graph.shapes import same, same_shape
 
 

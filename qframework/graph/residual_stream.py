@@ -20,9 +20,17 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from qframework.graph.attention_patterns import CASTS, COPIES, is_assertion
 from qframework.graph.channels import READS_ONLY_THE_SHAPE
-from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, linear_call, operation
+from qframework.graph.nodes import (
+    CASTS,
+    COPIES,
+    argument,
+    fake_value,
+    is_assertion,
+    is_inactive_dropout,
+    linear_call,
+    operation,
+)
 from qframework.graph.shapes import same
 from qframework.graph.writes import writes_in_place
 

@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention_patterns import VIEWS, AttentionCall, NotAttention, Summand, shape_of
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.attention_call import AttentionCall, NotAttention, Summand, shape_of
+from qframework.graph.nodes import VIEWS, argument, fake_value, operation
 from qframework.graph.shapes import same, splits_first
 from qframework.graph.writes import written_between
 

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.graph.attention_patterns import COPIES, VIEWS
 from qframework.graph.attributes import add_attribute, attribute
 from qframework.graph.channel_groups import Parameter, find_channel_groups, multiply, only_reader
-from qframework.graph.nodes import fake_value, is_inactive_dropout, operation
+from qframework.graph.nodes import COPIES, VIEWS, fake_value, is_inactive_dropout, operation
 from qframework.numerics import affine_parameters, dynamic_scale, scale_from_amax
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch

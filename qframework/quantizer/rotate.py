@@ -28,9 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from qframework.graph.attention_patterns import COPIES
 from qframework.graph.attributes import attribute, readers, replace_attribute
-from qframework.graph.nodes import add_call, argument, fake_value, is_inactive_dropout, linear_call, operation
+from qframework.graph.nodes import COPIES, add_call, argument, fake_value, is_inactive_dropout, linear_call, operation
 from qframework.graph.residual_stream import Norm, Stream, Writer, find_residual_streams
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics

@@ -9,12 +9,9 @@ import torch
 import torch.nn.functional as F
 from attention_helpers import Operators, assert_within, exact_attention, expected_error, heads
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from qframework import sage_attention, sage_attention_varlen, use_sage_attention
-from qframework.attention import api, fallbacks
+from qframework import sage_attention
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention.auto import pytorch_is_faster
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant
 
 
@@ -213,66 +210,6 @@ def test_autocast_casts_as_it_does_for_pytorch(device: torch.device) -> None:
     assert out.dtype == reference.dtype == torch.bfloat16
 
 
-# Packed sequences -----------------------------------------------------------------------------------------------------
-
-
-def packed(lengths_q: list[int], lengths_k: list[int], q_heads: int = 4, k_heads: int = 2) -> tuple[Tensor, ...]:
-    query = heads(sum(lengths_q), q_heads, 16)
-    key, value = (heads(sum(lengths_k), k_heads, 16) for _ in range(2))
-    starts = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k)]
-    return query, key, value, *starts
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_varlen_sequences_attend_only_to_themselves(causal: bool) -> None:
-    lengths_q, lengths_k = [5, 1, 0, 40], [9, 3, 2, 33]
-    query, key, value, starts_q, starts_k = packed(lengths_q, lengths_k)
-    out = sage_attention_varlen(query, key, value, starts_q, starts_k, 40, 33, causal)
-    one_by_one = [
-        sage_attention(q, k, v, is_causal=causal, enable_gqa=True, tensor_layout="NHD")
-        for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True)
-    ]
-    torch.testing.assert_close(out, torch.cat(one_by_one), rtol=0, atol=1e-6)
-
-
-WRONG_OFFSETS = {  # offsets of queries and keys, which have 14 and 11 tokens
-    "decreasing": ([0, 9, 5], [0, 7, 11], r"cu_seqlens_q\[2\] must be from 9 to 14, got 5"),
-    "negative": ([0, 5, 14], [0, -3, 11], r"cu_seqlens_k\[1\] must be from 0 to 11, got -3"),
-    "out of range": ([0, 5, 14], [0, 7, 12], r"cu_seqlens_k\[2\] must be from 7 to 11, got 12"),
-    "not from 0": ([1, 5, 14], [0, 7, 11], r"cu_seqlens_q\[0\] must be 0, got 1"),
-    "too long": (
-        [0, 14, 14],
-        [0, 7, 11],
-        r"sequence 0 of cu_seqlens_q must have at most max_seqlen_q=9 tokens, got 14",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WRONG_OFFSETS)
-def test_varlen_names_invalid_offsets(what: str) -> None:
-    starts_q, starts_k, message = WRONG_OFFSETS[what]
-    query, key, value, *_ = packed([5, 9], [7, 4])
-    starts = (torch.tensor(x, dtype=torch.int32) for x in (starts_q, starts_k))
-    with pytest.raises(QFrameworkError, match=message):
-        sage_attention_varlen(query, key, value, *starts, 9, 7)
-
-
-def test_varlen_gives_zeros_after_the_last_sequence() -> None:
-    query, key, value, starts_q, starts_k = packed([5, 9], [7, 4])
-    shorter = torch.tensor([0, 5, 8], dtype=torch.int32)
-    out = sage_attention_varlen(query, key, value, shorter, starts_k, 9, 7)
-    assert (out[8:] == 0).all()
-    torch.testing.assert_close(out[:5], sage_attention_varlen(query, key, value, starts_q, starts_k, 9, 7)[:5])
-
-
-def test_varlen_takes_both_names_of_the_scale() -> None:
-    arguments = (*packed([5, 9], [7, 4]), 9, 7)
-    expected = sage_attention_varlen(*arguments, scale=0.3)
-    assert torch.equal(sage_attention_varlen(*arguments, sm_scale=0.3), expected)
-    with pytest.raises(QFrameworkError, match=r"sage_attention_varlen: scale or its alias sm_scale must be None"):
-        sage_attention_varlen(*arguments, scale=0.3, sm_scale=0.3)
-
-
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 X = torch.zeros(2, 4, 8, 16)
@@ -334,12 +271,6 @@ def test_bad_input_is_named(what: str) -> None:
         sage_attention(**{"query": X, "key": X, "value": X, **changed})
 
 
-def test_offsets_that_are_no_tensors_are_named() -> None:
-    x = torch.zeros(8, 4, 16)
-    with pytest.raises(UnsupportedError, match=r"cu_seqlens_k must be a tensor, got .* of type list"):
-        sage_attention_varlen(x, x, x, torch.tensor([0, 8], dtype=torch.int32), [0, 8], 8, 8)  # type: ignore[arg-type]
-
-
 def test_unknown_arguments_raise_a_type_error() -> None:
     with pytest.raises(TypeError, match="qk_quant_gran"):
         sage_attention(X, X, X, qk_quant_gran="per_warp")  # type: ignore[call-overload]
@@ -382,136 +313,7 @@ def test_inductor_gives_what_eager_gives(layout: str, device: torch.device) -> N
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_varlen_compiles_without_a_break() -> None:
-    arguments = (*packed([5, 9], [7, 4]), 9, 7)
-    compiled = torch.compile(sage_attention_varlen, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*arguments), sage_attention_varlen(*arguments))
-
-
 def test_one_operator_runs() -> None:
     with Operators() as operators:
         sage_attention(X, X, X)
     assert operators.calls == ["sage_attention"]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (("none",), True),
-        (("float",), True),
-        (("factors",), False),
-        (("bool", True), True),
-        (("float", True), False),
-    ],
-)
-def test_on_a_cpu_pytorch_is_faster(given: tuple, expected: bool) -> None:
-    """But for relative positions, and gradients of rows of the lowest float, which PyTorch's kernels get wrong."""
-    masking, *gradients = given
-    assert pytorch_is_faster(torch.zeros(1, 2, 9, 16), 9, 16, masking, None, *gradients) == expected
-
-
-class TestLeftToPyTorch:
-    """``"auto"`` where PyTorch's attention is said to be the faster one."""
-
-    @pytest.fixture(autouse=True)
-    def faster(self, monkeypatch):
-        seen = []
-        monkeypatch.setattr(api, "pytorch_is_faster", lambda *call: seen.append(call) or True)
-        return seen
-
-    def operands(self, dtype=torch.float16):
-        return [torch.randn(2, 3, 9, 16, dtype=dtype) for _ in range(3)]
-
-    @pytest.mark.parametrize("layout", ["HND", "NHD"])
-    def test_is_pytorchs(self, layout):
-        operands = self.operands()
-        given = [x.transpose(1, 2) for x in operands] if layout == "NHD" else operands
-        out = sage_attention(*given, is_causal=True, scale=0.2, tensor_layout=layout)
-        expected = F.scaled_dot_product_attention(*operands, is_causal=True, scale=0.2)
-        assert torch.equal(out, expected.transpose(1, 2) if layout == "NHD" else expected)
-
-    @pytest.mark.parametrize("kind", ["bool", "float"])
-    def test_a_query_without_keys_gives_zeros(self, kind, faster):
-        mask = torch.rand(2, 1, 9, 9) > 0.3
-        mask[0, 0, 4] = False
-        given = mask if kind == "bool" else torch.zeros(2, 1, 9, 9).masked_fill(~mask, -torch.inf)
-        out = sage_attention(*self.operands(), attn_mask=given)
-        assert [call[3] for call in faster] == [kind]
-        assert (out[0, :, 4] == 0).all()
-        assert out.isfinite().all()
-
-    @pytest.mark.parametrize("mask", [torch.linspace(-2, 2, 9), torch.arange(9) > 2, torch.tensor(1.0)], ids=str)
-    def test_masks_of_fewer_than_two_dimensions(self, mask):
-        operands = self.operands(torch.float32)
-        expected = sage_attention(*operands, attn_mask=mask.expand(2, 3, 9, 9))
-        torch.testing.assert_close(sage_attention(*operands, attn_mask=mask), expected)
-
-    def test_a_repeated_call_is_not_decided_again(self, faster):
-        """And is counted, until something that may decide it changes."""
-        fallbacks.clear()
-        query, key, value = self.operands(torch.float32)
-        expected = F.scaled_dot_product_attention(query, key, value, scale=0.2)
-        for _ in range(3):
-            assert torch.equal(sage_attention(query, key, value, scale=0.2), expected)
-        assert len(faster) == 1
-        assert sum(fallbacks.values()) == 3
-        fewer = value[:, :, :7]
-        with pytest.raises(QFrameworkError, match="tokens"):
-            sage_attention(query, key, fewer)
-        changes = [
-            lambda: sage_attention(query, key, value, is_causal=True),
-            lambda: sage_attention(query.half(), key.half(), value.half()),
-            lambda: sage_attention(query[:, :, :5], key, value),
-            lambda: sage_attention(query, key, value, torch.ones(9, 9, dtype=torch.bool)),
-            lambda: sage_attention(query.requires_grad_(), key, value),
-        ]
-        for made, change in enumerate(changes, start=2):
-            change()
-            assert len(faster) == made + 1  # one for the call that was refused
-
-    def test_repeated_calls_see_what_surrounds_them(self, faster):
-        """Autocast, which changes what is decided on, transforms and forward derivatives."""
-        query, key, value = self.operands(torch.float32)
-        sage_attention(query, key, value)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert sage_attention(query, key, value).dtype == torch.bfloat16
-        assert [call[0].dtype for call in faster] == [torch.float32, torch.bfloat16]
-        with pytest.raises(UnsupportedError, match="transform"):
-            torch.func.vmap(lambda x: sage_attention(x, key, value))(query[None])
-        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="derivative"):
-            sage_attention(forward_ad.make_dual(query, query), key, value)
-
-    def test_only_so_many_kinds_are_remembered(self, monkeypatch):
-        monkeypatch.setattr(api, "_MAX_KINDS", 2)
-        for tokens in range(1, 9):
-            sage_attention(*[x[:, :, :tokens] for x in self.operands()])
-        assert len(api._LEFT_TO_PYTORCH) <= 2
-
-    def test_scopes_do_not_intercept_it(self):
-        operands = self.operands()
-        with use_sage_attention():
-            out = F.scaled_dot_product_attention(*operands)
-        assert torch.equal(out, F.scaled_dot_product_attention(*operands))
-
-    def test_gradients_are_pytorchs(self, faster):
-        operands = [x.requires_grad_() for x in self.operands(torch.float32)]
-        sage_attention(*operands).square().sum().backward()
-        assert faster[0][5] is True
-        assert all(x.grad is not None for x in operands)
-
-    def test_is_said_once_and_counted(self, caplog, no_fallbacks_yet):
-        for _ in range(3):
-            sage_attention(*self.operands())
-        assert dict(fallbacks) == {"PyTorch's attention is faster on this cpu device": 3}
-        assert len([record for record in caplog.records if "'auto' takes it" in record.getMessage()]) == 1
-
-    def test_arguments_are_checked_as_ever(self):
-        query, key, value = self.operands()
-        with pytest.raises(QFrameworkError, match="key must have query's head dimension 16, got 8"):
-            sage_attention(query, key[..., :8], value)
-
-    @pytest.mark.parametrize("given", [{"variant": "sage_b"}, {"return_lse": True}])
-    def test_variants_and_sums_are_not(self, given, faster):
-        sage_attention(*self.operands(), **given)
-        assert not faster

@@ -10,7 +10,7 @@ import qframework
 from qframework import numerics
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
-from qframework.graph.attention_patterns import is_assertion
+from qframework.graph.nodes import is_assertion
 from qframework.graph.scalar_constants import use_numbers, write_out_scalars
 
 

@@ -1,8 +1,8 @@
 """int8_linear's kernel for Hopper, in Gluon: one warp loads, two or three warpgroups multiply and run the epilogue.
 
-Gluon is Triton's dialect with explicit layouts, shared memory and barriers. Loads and products are in hopper_ring.py,
-this is what surrounds them. Warpgroups share the work in one of two ways, as in CUTLASS's "pingpong" and "cooperative"
-kernels:
+Gluon is Triton's dialect with explicit layouts, shared memory and barriers. hopper_ring.py has the loads and products,
+this module the epilogue and the start of all warps. Warpgroups share the work in one of two ways, as in CUTLASS's
+"pingpong" and "cooperative" kernels:
 
 - pingpong: they alternate between whole tiles, so that one multiplies while the other runs its epilogue. For small K,
   where the epilogue takes as long as the product.

@@ -21,14 +21,12 @@ from oracle import (
     off_by_activation,
 )
 
-from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.errors import UnsupportedError
 from qframework.kernels import int8_linear, zero_point_bias
 from qframework.kernels.linear import launch as int8_linear_launch
-from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.linear.reference import int8_linear_ref
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
 from qframework.kernels.runtime.activation import ACTIVATIONS
 
 SHAPES = [
@@ -141,73 +139,6 @@ def test_output_requantized_per_channel(run, case, activation, residual, bias, a
     assert int(got.min()) == -127 or activation != "none"
     with_ones = run(a, scale, b, b_scale, added_bias, activation, added, out_scale.view(1, 1, 70).to(a.device))
     assert torch.equal(got, with_ones)
-
-
-TILES = {
-    "by pointers": int8_linear_tiles.INTERPRETED,
-    "along a line": int8_linear_tiles.INTERPRETED._replace(group_m=2),
-    "descriptors": Tile(32, 32, 32, 4, 1, tma=True, tma_store=True),
-    "persistent": Tile(32, 32, 32, 4, 1, programs=1, subtiles=2, tma=True),
-    "quarters": Tile(32, 64, 32, 4, 1, programs=2, subtiles=4, tma=True, tma_store=True, group_m=2),
-}
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu", "zero point"])
-@pytest.mark.parametrize(("shape", "n"), [((3, 67, 96), 80), ((1, 48), 16), ((130, 32), 144)])
-def test_every_tile(monkeypatch, tile, output, shape, n):
-    """Rows, columns and inner sizes that fill no tile; two programs for many tiles."""
-    if tile == "along a line":
-        monkeypatch.setattr(int8_linear_launch, "_MAX_GRID", 0)
-    check_tile(monkeypatch, TILES[tile], output, shape, n)
-
-
-SPECIALIZED = {
-    "pingpong": PINGPONG,
-    "pingpong, groups of 8": PINGPONG._replace(group_m=8),
-    "cooperative": COOPERATIVE,
-    "three warpgroups": THIRDS,
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tile", SPECIALIZED)
-@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu", "zero point"])
-@pytest.mark.parametrize(
-    ("shape", "n"), [((130, 32), 144), ((1, 48), 16), ((3, 197, 96), 400), ((5, 260, 1536), 528), ((2600, 704), 272)]
-)
-def test_specialized_tiles(monkeypatch, tile, output, shape, n):
-    """More rounds of stages and turns of warpgroups than one, partial tiles everywhere, two programs or all."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("compiled for Hopper only")
-    chosen = SPECIALIZED[tile]
-    if output == "residual":
-        chosen = chosen._replace(num_stages=3)
-    check_tile(monkeypatch, chosen, output, shape, n)
-
-
-def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n: int) -> None:
-    """``chosen``, on a chip with two multiprocessors."""
-    monkeypatch.setattr(int8_linear_launch, "tile_for", lambda *_: chosen)
-    monkeypatch.setattr(int8_linear_launch, "chip_of", lambda _: ((9, 0), 2))
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    a, a_scale, b, b_scale, bias, added = make_case(place, shape, n, residual=True, dtype=torch.float16)
-    act, residual = "gelu" if output in ("gelu", "zero point") else "none", added if output == "residual" else None
-    exact, error = linear(a, a_scale, b, b_scale, bias, act, residual)
-    to_int8 = output in ("int8", "gelu", "zero point")
-    scale = torch.full((1,), float(np.abs(exact).max() / 120), device=place) if to_int8 else None
-    zero_point = torch.tensor([-77], dtype=torch.int32, device=place) if output == "zero point" else None
-    dtype = torch.float16 if scale is None else None
-    for _ in range(2):  # the second launch goes past Triton
-        got = INT8_LINEAR.cuda(a, a_scale, b, b_scale, bias, act, residual, scale, dtype, zero_point)
-        if scale is None:
-            assert_float_close(got, exact, error)
-        else:
-            shifted = exact if zero_point is None else exact - 77 * numpy64(scale)
-            off = off_by_activation(a, a_scale, b, b_scale, bias, act, residual, numpy64(scale))
-            most = most_doubtful(act, residual, numpy64(scale))
-            assert_int8_close(got, shifted, error + off, numpy64(scale), most)
 
 
 def test_scales_of_channel_blocks_match_separate_layers(run, case):
@@ -415,40 +346,6 @@ def test_opcheck_of_the_bias_of_a_zero_point(device):
     torch.library.opcheck(operator, (None, a_scale, zero, b, b_scale[:1]))
 
 
-ZERO = torch.tensor([1], dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"out_zero_point": ZERO}, "int8_linear: out_zero_point must be None without out_scale, got a tensor"),
-        ({"out_zero_point": ZERO.long(), "out_scale": torch.ones(1)}, "out_zero_point must have dtype int32, got"),
-        ({"out_zero_point": ZERO.expand(2), "out_scale": torch.ones(1)}, r"shape \(\) or \(1,\), got \(2,\)"),
-    ],
-)
-def test_wrong_zero_points(arguments, message):
-    with pytest.raises(QFrameworkError, match=message):
-        int8_linear(ZERO.char().expand(2, 4), torch.ones(1), ZERO.char().expand(3, 4), torch.ones(3), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        (0, torch.ones(4), r"zero_point_bias: bias must have shape \(3,\), got \(4,\)"),
-        (1, torch.ones(3), r"zero_point_bias: a_scale must have shape \(\) or \(1,\), got \(3,\)"),
-        (2, ZERO.float(), "zero_point_bias: zero_point must have dtype int32, got torch.float32"),
-        (3, torch.ones(3, 4), "zero_point_bias: b must have dtype int8, got torch.float32"),
-        (3, ZERO.char(), r"zero_point_bias: b must have shape \(N, K\), got \(1,\)"),
-        (4, torch.ones(2), "zero_point_bias: b_scale must have shape"),
-    ],
-)
-def test_wrong_operands_of_the_bias_of_a_zero_point(place, value, message):
-    operands = [None, torch.ones(1), ZERO, ZERO.char().expand(3, 4), torch.ones(3)]
-    operands[place] = value
-    with pytest.raises(QFrameworkError, match=message):
-        zero_point_bias(*operands)
-
-
 def test_compiles_without_graph_break(device, fresh_dynamo):
     a, a_scale, b, b_scale, bias, _ = make_case(device, (2, 5, 24), 8)
 
@@ -460,45 +357,6 @@ def test_compiles_without_graph_break(device, fresh_dynamo):
     assert torch.equal(compiled(a[:, :3], a_scale[:, :3]), layer(a[:, :3], a_scale[:, :3]))
 
 
-def test_has_no_gradient():
-    a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cpu"), (2, 5, 24), 8)
-    out = int8_linear(a, a_scale, b, b_scale, bias.requires_grad_())
-    with pytest.raises(QFrameworkError, match="int8_linear: inference only"):
-        out.sum().backward()
-
-
-BAD_INPUT = {
-    r"a and b must have shapes .*, got \(2, 5, 24\) and \(8, 23\)": {"b": torch.zeros(8, 23, dtype=torch.int8)},
-    r"a must have dtype int8, got torch.float32": {"a": torch.zeros(2, 5, 24)},
-    r"b must have dtype int8, got torch.uint8": {"b": torch.zeros(8, 24, dtype=torch.uint8)},
-    r"b_scale must have shape \(8,\) or \(1,\), got \(7,\)": {"b_scale": torch.ones(7)},
-    r"b_scale must have dtype float32, got torch.float64": {"b_scale": torch.ones(8, dtype=torch.float64)},
-    r"bias must have shape \(8,\), got \(9,\)": {"bias": torch.ones(9)},
-    r"bias must have dtype float32, float16 or bfloat16, got torch.int32": {"bias": torch.ones(8, dtype=torch.int32)},
-    r"residual must have shape \(2, 5, 8\), got \(2, 5\)": {"residual": torch.ones(2, 5)},
-    r"activation must be none, gelu, .* or silu, got 'swish'": {"activation": "swish"},
-    r"a_scale must have shape \(1,\), .*, got \(3, 1\)": {"a_scale": torch.ones(3, 1)},
-    r"out_scale must have shape \(1,\), \(8,\) per channel, .*, got \(5, 8\)": {"out_scale": torch.ones(5, 8)},
-    r"out_scale must have shape .*, got \(7,\)": {"out_scale": torch.ones(7)},
-    r"out_dtype must be float32, float16 or bfloat16, .* got torch.float64": {"out_dtype": torch.float64},
-    r"out_dtype must be int8 or None .* torch.float16": {
-        "out_scale": torch.ones(1),
-        "out_dtype": torch.float16,
-    },
-    r"b_scale must be positive .*, got 0.0": {"b_scale": torch.zeros(8)},
-    r"out_scale must be positive .*, got -1.0": {"out_scale": -torch.ones(1)},
-    r"out_scale must be positive .*, got 0.0": {"out_scale": torch.arange(8.0)},
-}
-
-
-@pytest.mark.parametrize("message", BAD_INPUT)
-def test_bad_input(message):
-    a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cpu"), (2, 5, 24), 8)
-    arguments = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias} | BAD_INPUT[message]
-    with pytest.raises(QFrameworkError, match=message):
-        int8_linear(**arguments)
-
-
 def test_a_sum_that_may_overflow_is_refused(run, place):
     a, b = (torch.full((rows, 131_072), -128, dtype=torch.int8, device=place) for rows in (1, 2))
     one = torch.ones(1, device=place)
@@ -507,10 +365,3 @@ def test_a_sum_that_may_overflow_is_refused(run, place):
         run(a, one, b, one)
     with pytest.raises(UnsupportedError, match=message):
         torch.ops.qframework.int8_linear(a.to("meta"), one.to("meta"), b.to("meta"), one.to("meta"))
-
-
-@pytest.mark.gpu
-def test_devices_must_agree():
-    a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cuda"), (2, 5, 24), 8)
-    with pytest.raises(QFrameworkError, match="b must be on the input's device cuda:0, got cpu"):
-        int8_linear(a, a_scale, b.cpu(), b_scale, bias)

@@ -1,9 +1,9 @@
 """block_linear's kernel for Hopper, in Gluon: one warp loads, warpgroups alternate between MMA and dequantization.
 
-Written in Gluon and with the same ring of stages and barriers as linear/hopper.py. A warpgroup owns two halves of 64
-rows and 128 columns of a tile as float32 sums in registers. It multiplies one half of one block along K at a time into
-INT32 registers, which its CUDA cores then scale and add: a conversion and a multiply-add per element. Meanwhile the
-other warpgroup uses the tensor cores:
+Written in Gluon and with a ring of stages and barriers like that of linear/hopper_ring.py. A warpgroup owns two
+halves of 64 rows and 128 columns of a tile as float32 sums in registers. It multiplies one half of one block along K at
+a time into INT32 registers, which its CUDA cores then scale and add: a conversion and a multiply-add per element.
+Meanwhile the other warpgroup uses the tensor cores:
 
     warpgroup 0   multiply upper | dequantize upper | multiply lower | dequantize lower | ...
     warpgroup 1                  | multiply upper   | dequantize ... | multiply lower   | ...
