@@ -87,7 +87,11 @@ def choose_tile(
     if whole:
         tiles = [tile for tile in tiles if tile.block_m >= rows and tile.block_n >= columns]
     else:
-        spills = (rows <= 32 and capability == (9, 0) and not tma) or (rows == 1 and capability[0] in (8, 12))
+        spills = (
+            (rows <= 32 and capability == (9, 0) and not tma)
+            or (rows == 1 and capability[0] in (8, 12))
+            or (rows == 128 and capability[0] == 10)
+        )
         tiles = [tile for tile in tiles if tile.block_n <= STEP][spills:]  # the largest tile spills there
     chosen = next((t for t in tiles if m > t.block_m // 2 and count_tiles(t, m, n) >= processors), tiles[-1])
     large_memory = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
