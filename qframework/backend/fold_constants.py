@@ -22,7 +22,7 @@ from qframework.compat.dispatch import AUTOCAST_SCOPES, static_layout
 from qframework.compat.dynamo import VALUE_KEYS, guard_identity, source_name
 from qframework.compat.operators import OpOverload
 from qframework.graph.constant_parts import Constant, constant_nodes
-from qframework.graph.nodes import fake_value, layer_name, linear_call, why_not_plain
+from qframework.graph.nodes import fake_value, layer_name, linear_call, needs_gradient, why_not_plain
 from qframework.graph.writes import callable_of, is_written, written_between
 
 _LARGEST = 8 * 2**20  # bytes of a result, unless the parameters that it is computed from have more
@@ -82,10 +82,12 @@ class _Folding:
         return not spreads and fake.nbytes <= max(_LARGEST, _bytes(_sources(node)))
 
     def _value(self, node: Node) -> Tensor | None:
-        """The value in memory of its own; None if the graph may change it, or if it is not what tracing recorded."""
+        """In memory of its own; None if it may change, needs a gradient or is not what tracing recorded."""
         chain, sources = _computed_from(node), _sources(node)
         first, last = next(iter(node.graph.nodes)), node.graph.output_node()
-        if is_written(node) or written_between(first, last, sources) is not None:
+        if needs_gradient(map(self._lowering.constants.value, sources)) or is_written(node):
+            return None
+        if written_between(first, last, sources) is not None:
             return None
         with torch.no_grad():
             for each in chain:

@@ -218,3 +218,13 @@ def test_attention_takes_a_bias_that_is_a_buffer(cls):
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), rtol=0.1, atol=0.1)
         assert "sage_attention" in str(qframework.explain(compiled, x))
+
+
+def test_parameters_that_need_a_gradient_get_it():
+    model, x = Table().eval(), torch.randn(2, TOKENS, WIDTH)
+    model.fc.requires_grad_(False)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), model.table)
+    compiled = torch.compile(model, backend="qframework", options={"freeze_weights": True})  # without INT8 linears
+    compiled(x).square().sum().backward()
+    assert model.table.grad is not None
+    torch.testing.assert_close(model.table.grad, expected, rtol=0.2, atol=0.2)
