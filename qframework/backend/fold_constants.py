@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
 from qframework.compat.dispatch import AUTOCAST_SCOPES, static_layout
-from qframework.compat.dynamo import VALUE_KEYS, guard_identity, source_name
+from qframework.compat.dynamo import VALUE_KEYS, guard_identity, reads_buffer
 from qframework.compat.operators import OpOverload
 from qframework.graph.constant_parts import Constant, constant_nodes
 from qframework.graph.nodes import fake_value, layer_name, linear_call, needs_gradient, why_not_plain
@@ -30,7 +30,7 @@ _REASON = "computed once, when the model is compiled: parameters alone determine
 
 
 def fold_constants(lowering: Lowering) -> None:
-    """Replace them by buffers; Dynamo compiles the model again for any other parameter that they depend on."""
+    """Replace what parameters determine by buffers; another parameter makes Dynamo compile the model again."""
     graph = lowering.gm.graph
     if not lowering.options.freeze_weights or any(node.target in AUTOCAST_SCOPES for node in graph.nodes):
         return
@@ -46,8 +46,7 @@ def _is_source(lowering: Lowering, node: Node) -> bool:
     value = lowering.constants.value(node)
     if value is None or value.is_meta or why_not_plain(value) is not None:
         return False
-    name = source_name(node)
-    return node.op == "get_attr" or isinstance(value, Parameter) or (name is not None and "_buffers[" in name)
+    return node.op == "get_attr" or isinstance(value, Parameter) or reads_buffer(node)
 
 
 class _Folding:
@@ -82,7 +81,7 @@ class _Folding:
         return not spreads and fake.nbytes <= max(_LARGEST, _bytes(_sources(node)))
 
     def _value(self, node: Node) -> Tensor | None:
-        """In memory of its own; None if it may change, needs a gradient or is not what tracing recorded."""
+        """The value, in memory of its own; None if it may change, needs a gradient or is not what was traced."""
         chain, sources = _computed_from(node), _sources(node)
         first, last = next(iter(node.graph.nodes)), node.graph.output_node()
         if needs_gradient(map(self._lowering.constants.value, sources)) or is_written(node):

@@ -31,7 +31,7 @@ def check_hints(gm: GraphModule) -> None:
     if not inputs or not is_tracing():
         return
     tensors = [node for node in inputs if isinstance(recorded_value(node), Tensor)]
-    buffers = [node for node in tensors if _BUFFERS in (source_name(node) or "") and "tensor_dict" in node.meta]
+    buffers = [node for node in tensors if reads_buffer(node) and "tensor_dict" in node.meta]
     for key, found in (
         ("grapharg", any(_source(node) is not None for node in inputs)),
         ("example_value", any("example_value" in node.meta for node in inputs)),
@@ -60,6 +60,11 @@ def record_value(node: Node, value: Any) -> None:
 def is_static_input(node: Node) -> bool:
     """Whether a placeholder stands for a module's buffer, or another tensor with a fixed address."""
     return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
+
+
+def reads_buffer(node: Node) -> bool:
+    """Whether a placeholder stands for a module's buffer; False if its source is unknown."""
+    return _BUFFERS in (source_name(node) or "")
 
 
 def source_name(node: Node) -> str | None:

@@ -87,5 +87,6 @@ def product_operands(node: Node) -> tuple[Node, Node] | None:
 
 
 def keeps_numbers(node: Node) -> bool:
+    """Whether a node gives the numbers of its input in another float dtype, copy or shape."""
     fake = fake_value(node)
     return operation(node) in CASTS | COPIES | VIEWS and fake is not None and fake.dtype in _FLOATS

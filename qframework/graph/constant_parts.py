@@ -1,8 +1,8 @@
 """Finds what a graph computes from parameters and buffers alone, such as a bias of attention read from a table.
 
-Which operators a node calls shows when it is run on fake tensors: it is constant if its inputs are and no operator
-writes what others read, draws random numbers or belongs to another library. Inductor fuses operators on elements and
-views into the kernels that read them; all others take a kernel of their own in each call.
+Each node is run on fake tensors to see which operators it calls. It is constant if its inputs are, and if no operator
+writes what others read, draws random numbers or belongs to another library. Inductor fuses views and elementwise
+operators into the kernels that read them; all others take a kernel of their own in each call.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from qframework.backend.options import BackendOptions
 
 FROZEN = {"linear": "int8_dynamic", "freeze_weights": True}
 TOKENS, WIDTH, HEADS = 24, 32, 4
+ERROR = 0.03  # of results of about 1: twice what the one INT8 linear, or INT8 attention, is off
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +105,17 @@ class Large(Table):
         return F.embedding(self.index, self.table).permute(2, 0, 1)
 
 
+class Spread(Table):
+    """A bias for each image: a difference that Inductor computes where it is read, from fewer bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.Parameter(torch.randn(2))
+
+    def bias(self):
+        return self.images[:, None, None, None] - super().bias()
+
+
 class Autocast(Coordinates):
     def bias(self):
         with torch.autocast("cpu", torch.bfloat16):
@@ -125,12 +137,14 @@ def count(model, name, options=FROZEN, x=None):
         expected = model(x)
         torch.manual_seed(1)
         actual = torch.compile(model, backend=backend, fullgraph=True)(x)
-    torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=ERROR)
     assert len(kept) == 1
     return sum(node.op.startswith("call") and name in str(node.target) for node in kept[0].graph.nodes)
 
 
-@pytest.mark.parametrize(("cls", "name"), [(Table, "permute"), (Coordinates, "sigmoid"), (Large, "embedding")])
+@pytest.mark.parametrize(
+    ("cls", "name"), [(Table, "permute"), (Coordinates, "sigmoid"), (Large, "embedding"), (Spread, "permute")]
+)
 def test_what_parameters_determine_is_a_buffer(cls, name):
     model = cls().eval()
     assert count(model, name, {"linear": "int8_dynamic"}) == 1
@@ -142,6 +156,7 @@ def test_what_parameters_determine_is_a_buffer(cls, name):
     ("cls", "name"),
     [
         (Elements, "sinh"),
+        (Spread, "sub"),
         (Random, "dropout"),
         (WrittenTwice, "relu_"),
         (OfTheInput, "argmax"),
@@ -176,7 +191,7 @@ def test_another_parameter_compiles_again_and_writes_have_no_effect():
     model.mlp[2].weight.zero_()
     assert torch.equal(compiled(x), first)
     model.mlp[2].weight = nn.Parameter(torch.zeros(HEADS, 512), requires_grad=False)
-    assert (compiled(x) - model(x)).abs().max() < 0.05
+    assert (compiled(x) - model(x)).abs().max() < ERROR
     assert (compiled(x) - first).abs().max() > 0.01
 
 
@@ -208,7 +223,7 @@ def test_repeated_calls_with_other_shapes():
     with torch.no_grad():
         for batch in (2, 3, 5):
             x = torch.randn(batch, TOKENS, WIDTH)
-            torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.05)
+            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=ERROR)
 
 
 @pytest.mark.parametrize("cls", [Table, Coordinates])
@@ -216,7 +231,7 @@ def test_attention_takes_a_bias_that_is_a_buffer(cls):
     model, x = cls().eval(), torch.randn(2, TOKENS, WIDTH)
     compiled = torch.compile(model, backend="qframework", options={**FROZEN, "attention": "sage_b"})
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x), rtol=0.1, atol=0.1)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=ERROR)
         assert "sage_attention" in str(qframework.explain(compiled, x))
 
 
@@ -227,4 +242,4 @@ def test_parameters_that_need_a_gradient_get_it():
     compiled = torch.compile(model, backend="qframework", options={"freeze_weights": True})  # without INT8 linears
     compiled(x).square().sum().backward()
     assert model.table.grad is not None
-    torch.testing.assert_close(model.table.grad, expected, rtol=0.2, atol=0.2)
+    torch.testing.assert_close(model.table.grad, expected)
