@@ -14,6 +14,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 import qframework
 from qframework import numerics
+from qframework.backend import merge_linears
 from qframework.backend.compile import run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions
@@ -474,3 +475,18 @@ class TestScalesPerHead:
         assert len(scales) == 3
         assert (after - before).abs().max() > 0.01
         assert len(kept) == 1
+
+    def test_a_write_is_seen_by_joined_projections(self, fresh_dynamo, monkeypatch):
+        monkeypatch.setattr(merge_linears, "pays_to_join", lambda x, outputs: True)
+        torch.manual_seed(0)
+        model, x, kept = converted(Separate(), data(), static_attention("per_head")), data(), []
+        compiled = self.compiled(model, kept)
+        with torch.no_grad():
+            before = compiled(x)
+            for name, value in model.named_buffers():
+                if "_scale_" in name and value.shape == (HEADS,):
+                    value.mul_(7)
+            after = compiled(x)
+            torch.testing.assert_close(after, model(x))
+        assert count(kept[0], INT8_LINEAR) == 2, "q, k and v are one product"
+        assert (after - before).abs().max() > 0.01
