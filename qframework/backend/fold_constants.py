@@ -1,44 +1,53 @@
-"""Computes what parameters alone determine once, when a model with frozen weights is compiled.
+"""Computes what parameters alone determine once, when a model is compiled that is converted or has frozen weights.
 
 A bias that each attention reads from a table, or that an MLP computes from coordinates, takes several kernels in each
 call; here they become buffers. Only what takes a kernel is worth a buffer, and only small results are: what operators
 on elements compute from them in more bytes, Inductor computes where it is read.
+
+In a model that PT2E converted, a buffer is computed again after each write to what it depends on. In a float model with
+``freeze_weights``, writes have no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import Node
-from torch.fx.node import map_arg
+from torch import Tensor, nn
+from torch.fx import Graph, Interpreter, Node
 from torch.nn import Parameter
 
 from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
+from qframework.backend.watched_values import Operand, WatchedValues, is_followed
 from qframework.compat.dispatch import AUTOCAST_SCOPES, static_layout
 from qframework.compat.dynamo import VALUE_KEYS, guard_identity, reads_buffer
 from qframework.compat.operators import OpOverload
 from qframework.graph.constant_parts import Constant, constant_nodes
 from qframework.graph.nodes import fake_value, layer_name, linear_call, needs_gradient, why_not_plain
-from qframework.graph.writes import callable_of, is_written, written_between
+from qframework.graph.writes import is_written, written_between
 
 _LARGEST = 8 * 2**20  # bytes of a result, unless the parameters that it is computed from have more
 _REASON = "computed once, when the model is compiled: parameters alone determine it"
 
 
 def fold_constants(lowering: Lowering) -> None:
-    """Replace what parameters determine by buffers; another parameter makes Dynamo compile the model again."""
+    """Replace what parameters determine by buffers, which ``lowering.checks`` keeps up to date in converted models.
+
+    Where weights are frozen, another parameter makes Dynamo compile the model again.
+    """
     graph = lowering.gm.graph
-    if not lowering.options.freeze_weights or any(node.target in AUTOCAST_SCOPES for node in graph.nodes):
+    follow = bool(lowering.converted) or any(map(_is_quantized_operand, graph.nodes))
+    if not (follow or lowering.options.freeze_weights) or any(node.target in AUTOCAST_SCOPES for node in graph.nodes):
         return
     constants = constant_nodes(lowering.gm, lambda node: _is_source(lowering, node))
-    folding = _Folding(lowering, constants)
+    folding = _Folding(lowering, constants, follow)
     for node in constants:
         if any(user not in constants for user in node.users):
             folding.fold(node)
+    if folding.watched:
+        lowering.checks.append(folding.watched.check)
 
 
 def _is_source(lowering: Lowering, node: Node) -> bool:
@@ -52,21 +61,20 @@ def _is_source(lowering: Lowering, node: Node) -> bool:
 class _Folding:
     """Constants become buffers one by one, the last of each chain first."""
 
-    def __init__(self, lowering: Lowering, constants: Mapping[Node, Constant]) -> None:
-        self._lowering, self._constants = lowering, constants
-        self._values: dict[Node, Any] = {}
+    def __init__(self, lowering: Lowering, constants: Mapping[Node, Constant], follow: bool) -> None:
+        self._lowering, self._constants, self._follow = lowering, constants, follow
+        self.watched = WatchedValues()
 
     def fold(self, node: Node) -> None:
         """Replace a node, or else what it is computed from, where that takes a kernel."""
         if not self._constants[node].kernel or _is_quantized_operand(node):
             return
-        value = self._value(node) if self._is_worth_a_buffer(node) else None
-        if value is None:
+        buffer = self._buffer(node) if self._is_worth_a_buffer(node) else None
+        if buffer is None:
             for each in node.all_input_nodes:
                 self.fold(each)
             return
         self._report(node)
-        buffer = self._lowering.scales.buffer(value)
         buffer.meta.update({key: node.meta[key] for key in VALUE_KEYS if key in node.meta})  # fake, as for its readers
         node.replace_all_uses_with(buffer)
         for each in reversed(_computed_from(node)):
@@ -80,35 +88,46 @@ class _Folding:
         spreads = not self._constants[node].own_kernel and fake.nbytes > _bytes(node.all_input_nodes)
         return not spreads and fake.nbytes <= max(_LARGEST, _bytes(_sources(node)))
 
-    def _value(self, node: Node) -> Tensor | None:
-        """The value, in memory of its own; None if it may change, needs a gradient or is not what was traced."""
-        chain, sources = _computed_from(node), _sources(node)
+    def _buffer(self, node: Node) -> Node | None:
+        """A buffer of a node's value; None if that may change unseen, needs a gradient or is not what was traced."""
+        sources = _sources(node)
+        followed = self._follow and all(is_followed(each, self._lowering) for each in sources)
         first, last = next(iter(node.graph.nodes)), node.graph.output_node()
-        if needs_gradient(map(self._lowering.constants.value, sources)) or is_written(node):
+        if not (followed or self._lowering.options.freeze_weights) or is_written(node):
             return None
-        if written_between(first, last, sources) is not None:
+        operands = [Operand(each, self._lowering.constants) for each in sources]
+        if needs_gradient(each.value for each in operands) or written_between(first, last, sources) is not None:
             return None
+        compute = _computation(node, sources)
         with torch.no_grad():
-            for each in chain:
-                if each not in self._values:
-                    self._values[each] = self._run(each)
-        value, fake = self._values[node], fake_value(node)
+            value = compute(*(each.value for each in operands))
+        fake = fake_value(node)
         if not isinstance(value, Tensor) or fake is None or static_layout(value) != static_layout(fake):
             return None
-        for each in sources:
-            guard_identity(each)
-        return value.detach().clone()
-
-    def _run(self, node: Node) -> Any:
-        if node.op in ("placeholder", "get_attr"):
-            return self._lowering.constants.value(node)
-        args, kwargs = map_arg((node.args, node.kwargs), self._values.__getitem__)
-        return callable_of(node)(*args, **kwargs)
+        buffer = self._lowering.scales.buffer(value.detach().clone())
+        if followed:
+            self.watched.add(self._lowering.constants.value(buffer), compute, operands)
+        else:
+            for each in sources:
+                guard_identity(each)
+        return buffer
 
     def _report(self, node: Node) -> None:
         for each in _computed_from(node):
             if linear_call(each) is not None and all(user in self._constants for user in each.users):
                 self._lowering.reports.append(LayerReport(layer_name(each), False, "float linear", _REASON))
+
+
+def _computation(node: Node, sources: Sequence[Node]) -> Callable[..., Any]:
+    """A function of the sources' values that computes a node as the graph does now."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for each in (*sources, *_computed_from(node)):
+        if each not in copies:
+            given = each in sources
+            copies[each] = graph.placeholder(each.name) if given else graph.node_copy(each, copies.__getitem__)
+            copies[each].meta = {}
+    graph.output(copies[node])
+    return Interpreter(nn.Module(), graph=graph).run
 
 
 def _is_quantized_operand(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""With frozen weights, what parameters and buffers determine is computed once; anything else at each call."""
+"""With frozen weights or a converted model, what parameters determine is computed once; all else at each call."""
 
 from __future__ import annotations
 
@@ -207,14 +207,38 @@ def test_explain_names_linears_that_are_computed_once():
         assert not layers[name].fallback
 
 
-def test_a_converted_model_keeps_its_quantized_weights():
+@pytest.mark.parametrize("options", [{}, {"freeze_weights": True}], ids=["default", "frozen"])
+def test_a_converted_model_keeps_its_quantized_weights(options):
     model, x = Table().eval(), torch.randn(2, TOKENS, WIDTH)
     static = converted(model, x)
-    assert count(static, "int8_linear", {"freeze_weights": True}, x) == 1
+    assert count(static, "int8_linear", options, x) == 1
+    torch._dynamo.reset()
+    assert count(static, "permute", options, x) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"freeze_weights": True}], ids=["default", "frozen"])
+def test_constants_of_a_converted_model_follow_writes(options):
+    model, x = Table().eval(), torch.randn(2, TOKENS, WIDTH)
+    static = converted(model, x)
+    compiled = torch.compile(static, backend="qframework", options=options)
+    with torch.no_grad():
+        first = compiled(x)
+        static.table.mul_(-3)
+        written = compiled(x)
+        assert (written - first).abs().max() > 0.1
+        torch.testing.assert_close(written, static(x), rtol=0, atol=ERROR)
+        static.table = nn.Parameter(static.table / -3)
+        torch.testing.assert_close(compiled(x), first, rtol=0, atol=1e-6)
+
+
+def test_constants_of_tensors_that_count_no_writes_are_computed_at_each_call():
+    model, x = Table().eval(), torch.randn(2, TOKENS, WIDTH)
+    static = converted(model, x)
+    with torch.inference_mode():
+        static.table = nn.Parameter(torch.randn(2 * TOKENS, HEADS), requires_grad=False)
+    assert count(static, "permute", {}, x) == 1
     torch._dynamo.reset()
     assert count(static, "permute", {"freeze_weights": True}, x) == 0
-    torch._dynamo.reset()
-    assert count(static, "permute", {}, x) == 1
 
 
 def test_repeated_calls_with_other_shapes():
