@@ -67,7 +67,8 @@ class _Folding:
 
     def fold(self, node: Node) -> None:
         """Replace a node, or else what it is computed from, where that takes a kernel."""
-        if not self._constants[node].kernel or _is_quantized_operand(node):
+        known = self._constants.get(node)  # None for a buffer that replaced one
+        if known is None or not known.kernel or _is_quantized_operand(node):
             return
         buffer = self._buffer(node) if self._is_worth_a_buffer(node) else None
         if buffer is None:

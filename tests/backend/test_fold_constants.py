@@ -116,6 +116,15 @@ class Spread(Table):
         return self.images[:, None, None, None] - super().bias()
 
 
+class SpreadTwice(Spread):
+    """Two readers of what becomes a buffer."""
+
+    def forward(self, x):
+        bias, images = Table.bias(self), self.images[:, None, None, None]
+        x = self.fc(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return sum(F.scaled_dot_product_attention(x, x, x, each) for each in (images - bias, images + bias))
+
+
 class Autocast(Coordinates):
     def bias(self):
         with torch.autocast("cpu", torch.bfloat16):
@@ -143,7 +152,8 @@ def count(model, name, options=FROZEN, x=None):
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"), [(Table, "permute"), (Coordinates, "sigmoid"), (Large, "embedding"), (Spread, "permute")]
+    ("cls", "name"),
+    [(Table, "permute"), (Coordinates, "sigmoid"), (Large, "embedding"), (Spread, "permute"), (SpreadTwice, "permute")],
 )
 def test_what_parameters_determine_is_a_buffer(cls, name):
     model = cls().eval()
