@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterable
+from inspect import Parameter
 from typing import Any, Literal
 
 import torch
@@ -89,7 +91,7 @@ def quantize(
         raise CalibrationError(f"quantize: calibration_data must hold batches of real inputs for {why}, got None")
     args, kwargs = pytree.tree_map_only(Tensor, _dense, as_call(example_inputs))
     shapes = _shapes(args, kwargs, dynamic_shapes)
-    exported = _exported(model, args, kwargs, shapes)
+    exported = _exported(model, args, kwargs, _for_signature(model, shapes) if dynamic_shapes == "batch" else shapes)
     if dynamic_shapes == "batch":
         _note_fixed(exported, _tensors(args, kwargs)[0].shape[0])
     skip = tuple(skip)
@@ -202,4 +204,18 @@ def _note_fixed(exported: fx.GraphModule, size: int) -> None:
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> fx.GraphModule:
     """A float graph with weights of its own, since recipes change weights in place."""
     program = export_program("quantize", model, args, kwargs, shapes, "qframework.quantize_ needs no export")
-    return copy.deepcopy(program.module())
+    # PyTorch's checks of the inputs call those of **kwargs by names that the graph's module does not have.
+    is_named = kwargs.keys() <= inspect.signature(model.forward).parameters.keys()
+    return copy.deepcopy(program.module(check_guards=is_named))
+
+
+def _for_signature(model: nn.Module, shapes: tuple[Any, ...] | dict[str, Any]) -> tuple[Any, ...] | dict[str, Any]:
+    """Nest the shapes of ``*args`` and ``**kwargs`` as ``torch.export`` expects; others stay as they are."""
+    positional, named = (shapes, {}) if isinstance(shapes, tuple) else ((), shapes)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*positional, **named).arguments
+    except TypeError:  # inputs that the model does not accept, which torch.export says better
+        return shapes
+    kinds = {signature.parameters[name].kind for name in bound}
+    return bound if kinds & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} else shapes

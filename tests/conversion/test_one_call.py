@@ -75,6 +75,39 @@ def test_as_many_tokens_as_sequences(tmp_path, caplog) -> None:
         assert torch.equal(loaded(other, mask), quantized(other, mask))
 
 
+class ManyInputs(MLP):
+    """Takes any number of inputs."""
+
+    def forward(self, *inputs):
+        return super().forward(torch.stack(inputs).sum(0))
+
+
+class NamedInputs(MLP):
+    """Takes inputs of any name."""
+
+    def forward(self, x, **others):
+        return super().forward(x + torch.stack(list(others.values())).sum(0))
+
+
+@pytest.mark.parametrize("model", [ManyInputs(), NamedInputs()], ids=["args", "kwargs"])
+def test_inputs_that_the_signature_does_not_name(tmp_path, model) -> None:
+    """``torch.export`` takes the shapes of ``*args`` and ``**kwargs`` nested, and checked the latter by wrong names."""
+
+    def batch(size):
+        names = {name: torch.randn(size, 16) for name in ("x", "y", "z")}
+        return names if isinstance(model, NamedInputs) else tuple(names.values())
+
+    def call(module, inputs):
+        return module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+
+    example, other = batch(8), batch(5)
+    quantized = quantize(model.eval(), example, static_int8(), [example])
+    quantized.save(tmp_path / "model.pt2")
+    with torch.no_grad():
+        assert numerics.sqnr_db(call(model, example), call(quantized, example)) > 25
+        assert torch.equal(call(qframework.load(tmp_path / "model.pt2"), other), call(quantized, other))
+
+
 def test_a_timm_model_saved_and_loaded(tmp_path) -> None:
     model, images = vit()
     before = copy.deepcopy(model.state_dict())
