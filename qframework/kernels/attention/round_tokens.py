@@ -8,6 +8,7 @@ Layout: ``x (B, H, N, D)``, the result like it, (B, N, H, D) in memory, or ``out
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from qframework.kernels.attention.quantize_qk import (
     saturated,
 )
 from qframework.kernels.attention.triton import Heads
-from qframework.kernels.attention.variants import QUERY_BLOCK, token_groups
+from qframework.kernels.attention.variants import QUERY_BLOCK, TokenGroups, token_groups
+from qframework.kernels.runtime.chip import capability_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_half_even
@@ -54,6 +56,20 @@ def round_tokens_ref(
 
 
 @triton.jit
+def _stride(stride, VECTOR: tl.constexpr):
+    """``stride``, of which Triton then knows that ``VECTOR`` divides it. By itself it finds out for 16 only."""
+    if VECTOR < 16:
+        stride = stride // VECTOR * VECTOR
+    return stride
+
+
+@triton.jit
+def _first(heads, head, H, VECTOR: tl.constexpr):
+    """Where ``head`` of (B, H) starts."""
+    return heads.data + head // H * _stride(heads.batch, VECTOR) + head % H * _stride(heads.head, VECTOR)
+
+
+@triton.jit
 def _round_tokens_kernel(
     X,  # Heads of (B, H, N, D) float
     OUT,  # Heads of (B, H, N, D), X's dtype
@@ -69,6 +85,7 @@ def _round_tokens_kernel(
     QUERIES: tl.constexpr,  # rows that hold NaN or infinity do not affect scales
     TOKENS_FIRST: tl.constexpr,  # heads lie beside each other in memory: their programs follow each other
     GROUPS: tl.constexpr,  # TokenGroups
+    VECTOR: tl.constexpr,  # divides all strides, 16 at most
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -84,7 +101,7 @@ def _round_tokens_kernel(
         tile, head = (pid % tiles).to(tl.int32), pid // tiles
     n, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     mask = (n < N)[:, None] & (d < D)[None, :]
-    x_ptrs = X.data + head // H * X.batch + head % H * X.head + n[:, None] * X.token + d[None, :]
+    x_ptrs = _first(X, head, H, VECTOR) + n[:, None] * _stride(X.token, VECTOR) + d[None, :]
     y = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     if mean_ptr is not None:
         if sums_ptr is not None:
@@ -105,8 +122,37 @@ def _round_tokens_kernel(
     if QUERIES:
         q = tl.where((finite_rows(amax) == amax)[:, None], q, float("nan"))
     out = q * (scale * back)[:, None]
-    out_ptrs = OUT.data + head // H * OUT.batch + head % H * OUT.head + n[:, None] * OUT.token + d[None, :]
+    out_ptrs = _first(OUT, head, H, VECTOR) + n[:, None] * _stride(OUT.token, VECTOR) + d[None, :]
     tl.store(out_ptrs, out.to(OUT.data.dtype.element_ty), mask=mask)
+
+
+class RoundingTile(NamedTuple):
+    """The tokens of one program, and its warps."""
+
+    tokens: int
+    warps: int
+
+
+def choose_rounding_tile(block_d: int, groups: TokenGroups, capability: tuple[int, int] | None) -> RoundingTile:
+    """For heads of ``block_d`` channels, padded to a power of two, whose tokens share scales in ``groups``.
+
+    Half as many warps are a fifth slower on Hopper, the only chip where they were timed. A thread of 16 warps has 128
+    registers; of tiles of 128 x 256 its values take 64, and on other chips the rest does not suffice for the sums of
+    keys' mean. There, wide heads take 8 warps, each thread twice the registers, and no more tokens than share a scale.
+    """
+    if block_d <= 64:
+        return RoundingTile(QUERY_BLOCK, 8)
+    if block_d <= 128 or capability is None or capability[0] == 9:
+        return RoundingTile(QUERY_BLOCK, 16)
+    return RoundingTile(groups.span, 8)
+
+
+def _vector(x: Heads, out: Heads) -> int:
+    """The power of two, 16 at most, that divides all strides, so that threads load and store as many values at once.
+
+    Heads of 72 or 88 channels, one value at a time, would need an address for each and spill them.
+    """
+    return math.gcd(16, *x[1:], *out[1:])
 
 
 def round_tokens_triton(
@@ -120,9 +166,12 @@ def round_tokens_triton(
     block_d = max(power_of_2(channels), 16)
     blocks = mean if isinstance(mean, BlockSums) else None
     mean = mean.mean if isinstance(mean, BlockSums) else mean
-    launch(_round_tokens_kernel, (cdiv(tokens, QUERY_BLOCK) * heads * batch,))(
-        Heads(x, *x.stride()[:3]),
-        Heads(out, *out.stride()[:3]),
+    groups = token_groups("per_block", role)
+    tile = choose_rounding_tile(block_d, groups, capability_of(x.device))
+    x_heads, out_heads = Heads(x, *x.stride()[:3]), Heads(out, *out.stride()[:3])
+    launch(_round_tokens_kernel, (cdiv(tokens, tile.tokens) * heads * batch,))(
+        x_heads,
+        out_heads,
         None if mean is None else mean.contiguous(),
         None if blocks is None else blocks.sums,
         1.0 if blocks is None else float(blocks.tokens),
@@ -134,10 +183,11 @@ def round_tokens_triton(
         D=channels,
         QUERIES=role == "query",
         TOKENS_FIRST=x.stride(1) < x.stride(2),
-        GROUPS=token_groups("per_block", role),
-        TILE=QUERY_BLOCK,
+        GROUPS=groups,
+        VECTOR=_vector(x_heads, out_heads),
+        TILE=tile.tokens,
         BLOCK_D=block_d,
         BLOCK_M=1 if blocks is None else power_of_2(blocks.sums.shape[2]),
-        num_warps=8 if block_d <= 64 else 16,  # half as many are a fifth slower
+        num_warps=tile.warps,
     )
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qframework import sage_attention
 from qframework.compat import fused_attention
-from qframework.kernels.attention import hopper, int8_gradient
+from qframework.kernels.attention import hopper, int8_gradient, round_tokens
 from qframework.kernels.attention.int8_gradient import (
     INT8_GRADIENT_ATTENTION,
     INT8_GRADIENT_ATTENTION_BACKWARD,
@@ -84,6 +84,20 @@ def test_the_kernel_rounds_as_the_reference(
     again = round_tokens_triton(x, mean, 0.18, 1 / 0.18, role, there)
     assert again.data_ptr() == there.data_ptr()
     torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("role", ["query", "key"])
+def test_wide_heads_are_rounded_alike_with_the_tiles_of_every_chip(monkeypatch, role: str) -> None:
+    """And with strides that 8 divides, or 2."""
+    x = torch.randn(1, 2, 300, 136, device=where_kernels_run(), dtype=torch.float16)
+    expected = round_tokens_ref(x.cpu(), None, 0.18, 1 / 0.18, role)
+    narrow = x[..., :130].contiguous()
+    for capability in ((9, 0), (8, 0), (12, 0)):
+        monkeypatch.setattr(round_tokens, "capability_of", lambda device, capability=capability: capability)
+        assert torch.equal(round_tokens_triton(x, None, 0.18, 1 / 0.18, role).cpu(), expected)
+        found = round_tokens_triton(narrow, None, 0.18, 1 / 0.18, role).cpu()
+        assert torch.equal(found, round_tokens_ref(narrow.cpu(), None, 0.18, 1 / 0.18, role))
 
 
 @pytest.mark.interpreter
