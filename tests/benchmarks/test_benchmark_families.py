@@ -93,6 +93,25 @@ def test_a_model_that_is_left_in_float_is_as_exact_as_float(wide, monkeypatch, f
             check()
 
 
+class Keeps(nn.Module):
+    """Keeps a bias from its first call, as attention of timm's TinyViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.attention_bias_cache = nn.Linear(8, 8), {}
+
+    def forward(self, x):
+        if "kept" not in self.attention_bias_cache:
+            self.attention_bias_cache["kept"] = self.fc.bias + (100 if torch.compiler.is_compiling() else 1)
+        return self.fc(x) + self.attention_bias_cache["kept"]
+
+
+def test_models_keep_biases_of_an_eager_call(monkeypatch, fresh_dynamo):
+    family = families.Family("keeps", "", 4, lambda smoke: Keeps().eval(), lambda *_: (torch.randn(4, 8),))
+    monkeypatch.setitem(families.FAMILIES, "keeps", family)
+    assert families.Measurement(families.Plan("keeps", 4, "fp16_compiled", "cpu")).check().error < 0.01
+
+
 def test_batch_1_alone():
     plans = families.plans_of(["gpt2"], families.AT_ONCE, "cuda", smoke=False, throughput=False, latency=True)
     assert {plan.batch for plan in plans} == {1}

@@ -172,3 +172,11 @@ def test_the_commit_is_unknown_without_git(monkeypatch):
     monkeypatch.setattr(machine, "_output", lambda *command: None)
     monkeypatch.delenv("QFRAMEWORK_COMMIT", raising=False)
     assert machine.git_state() == (None, None)
+
+
+def test_the_error_behind_dynamos_is_recorded():
+    def fail():
+        raise RuntimeError("backend='any' raised:\nKeyError: scale\n\nwhile")
+
+    record = harness.guarded(IDENTITY, fail)
+    assert (record.status, record.reason) == ("failed", "RuntimeError: backend='any' raised: KeyError: scale")
