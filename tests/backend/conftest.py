@@ -1,6 +1,7 @@
 """Backend tests compile, so each starts with an empty cache."""
 
 import pytest
+from fake_hopper import compiled, hopper  # noqa: F401  (fixtures)
 
 import qframework.backend.float_linear  # noqa: F401  (the conftest of all tests patches it if it is imported)
 from qframework.backend import linear_gain, outline_blocks
