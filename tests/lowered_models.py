@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -49,6 +52,22 @@ def converted(model: nn.Module, x: Tensor, config: LinearConfig | None = None, *
 def lowered(gm: GraphModule, **options: str | bool) -> tuple[GraphModule, list[LayerReport]]:
     reports = lower(gm, (), BackendOptions(**options))
     return gm, reports
+
+
+def lowered_graph(
+    model: nn.Module, x: Tensor, dynamic: bool = False, **options: str
+) -> tuple[GraphModule, Sequence[Any]]:
+    """The graph of a model that Dynamo captured, lowered as by the backend, and its inputs."""
+    found = []
+
+    def keep(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        lower(gm, inputs, BackendOptions(**options))
+        found.append((gm, inputs))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=keep, dynamic=dynamic)(x)
+    return found[0]
 
 
 def targets(gm: GraphModule) -> list[object]:

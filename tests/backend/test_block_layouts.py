@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lowered_models import converted
+from lowered_models import converted, lowered_graph
+from outlined_models import outlined_and_whole, outlines
 from torch import nn
 
-from qframework.backend import outline_blocks
-from qframework.backend.compile import lower
-from qframework.backend.options import BackendOptions
-
+pytestmark = pytest.mark.usefixtures("small_blocks")
 _clone = torch.ops.aten.clone.default
 _invoke = torch.ops.higher_order.invoke_subgraph
 TOKENS, WIDTH = 24, 32
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch, fresh_dynamo):
-    """Outline the blocks of small models too."""
-    monkeypatch.setattr(outline_blocks, "_LEAST_SAVED", 4)
 
 
 class Tokens(nn.Module):
@@ -69,61 +61,31 @@ def example(cls=Tokens):
 
 
 def outlined(cls):
-    """The graph behind outlining, its blocks, its results, those without it, and the strides of what blocks norm."""
-    x, found = example(cls), []
-    model = converted(cls().eval(), x)
-
-    def keep(gm, inputs):
-        lower(gm, inputs, BackendOptions())
-        found.append((gm, inputs))
-        return gm.forward
-
-    with torch.no_grad():
-        torch.compile(model, backend=keep, dynamic=False)(x)
-        gm, inputs = found[0]
-        expected = gm(*inputs)
-        count = outline_blocks.outline(gm)
-        result = gm(*inputs)
+    """How many values of the graph are copied behind outlining, and the strides of what its four blocks norm."""
+    x = example(cls)
+    gm, inputs = lowered_graph(converted(cls().eval(), x), x)
+    assert outlines(gm, inputs) == 4
     blocks = [node for node in gm.graph.nodes if node.target is _invoke]
     read = [each.meta["example_value"] for call in blocks for each in call.args[2:]]
     strides = {fake.stride() for fake in read if fake.shape == (2, TOKENS, WIDTH) and fake.dtype == torch.float32}
-    return gm, count, result, expected, strides
-
-
-def copies(gm):
-    return sum(node.target is _clone for node in gm.graph.nodes)
+    return sum(node.target is _clone for node in gm.graph.nodes), strides
 
 
 def test_rows_are_copied_once_before_the_first_block():
-    gm, count, result, expected, strides = outlined(Tokens)
-    assert count == 4
-    assert copies(gm) == 1
-    assert strides == {(TOKENS * WIDTH, WIDTH, 1)}
-    for ours, wanted in zip(result, expected, strict=True):
-        assert torch.equal(ours, wanted)
+    assert outlined(Tokens) == (1, {(TOKENS * WIDTH, WIDTH, 1)})
 
 
 @pytest.mark.parametrize(("cls", "between"), [(Returned, {1, WIDTH}), (Given, {1, WIDTH}), (Rows, {WIDTH})])
 def test_others_stay(cls, between):
     """A result of the graph keeps its strides, an input has those it has, and rows need no copy."""
-    gm, count, result, expected, strides = outlined(cls)
-    assert count == 4
-    assert copies(gm) == 0
+    copies, strides = outlined(cls)
+    assert copies == 0
     assert {each[1] for each in strides} == between
-    for ours, wanted in zip(result, expected, strict=True):
-        assert torch.equal(ours, wanted)
-        assert ours.stride() == wanted.stride()
 
 
 def test_a_compiled_model_computes_the_same(monkeypatch):
     x = example()
-    model, counts = converted(Tokens().eval(), x), []
-    outline = outline_blocks.outline
-    monkeypatch.setattr(outline_blocks, "outline", lambda gm, **_: counts.append(outline(gm)))
     with torch.no_grad():
-        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
-        torch._dynamo.reset()
-        monkeypatch.setattr(outline_blocks, "outline", lambda gm, **_: 0)
-        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+        counts, ours, wanted = outlined_and_whole(monkeypatch, converted(Tokens().eval(), x), x)
     assert counts == [4]
     torch.testing.assert_close(ours, wanted)

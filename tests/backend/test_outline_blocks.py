@@ -4,48 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lowered_models import Block, converted, example
+from lowered_models import Block, converted, example, lowered_graph
+from outlined_models import outlined_and_whole, outlines
 from torch import nn
 
 from qframework.backend import outline_blocks as module
-from qframework.backend.compile import lower
-from qframework.backend.options import BackendOptions
 from qframework.backend.outline_blocks import Repeat, longest_repeat, outline
 from qframework.compat.operators import ASSERT_METADATA
 from qframework.quantizer import dynamic_int8, static_int8
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
 _int8_linear = torch.ops.qframework.int8_linear.default
 _invoke = torch.ops.higher_order.invoke_subgraph
 CONFIGS = {"static": static_int8(), "static per token": static_int8(activation="per_token"), "dynamic": dynamic_int8()}
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch, fresh_dynamo):
-    """Outline the blocks of small models too."""
-    monkeypatch.setattr(module, "_LEAST_SAVED", 4)
-
-
 def blocks(count: int) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(count))).eval()
-
-
-def lowered_graph(model, x, dynamic=False):
-    """The lowered graph of a converted model as the backend sees it, and its inputs."""
-    found = []
-
-    def keep(gm, inputs):
-        lower(gm, inputs, BackendOptions())
-        found.append((gm, inputs))
-        return gm.forward
-
-    with torch.no_grad():
-        torch.compile(model, backend=keep, dynamic=dynamic)(x)
-    return found[0]
-
-
-def run(gm, inputs):
-    with torch.no_grad():
-        return gm(*inputs)
 
 
 def calls(gm, target):
@@ -69,13 +44,10 @@ def test_the_longest_repeat_saves_most():
 def test_blocks_become_one_subgraph(config):
     x = example()
     gm, inputs = lowered_graph(converted(blocks(5), x, CONFIGS[config]), x)
-    expected = run(gm, inputs)
-    assert outline(gm) == 5
+    assert outlines(gm, inputs) == 5
     assert len(calls(gm, _invoke)) == 5
     assert not calls(gm, _int8_linear)
     assert len(calls(subgraph(gm), _int8_linear)) == 2
-    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
-        assert torch.equal(ours, wanted)
 
 
 def test_every_block_keeps_its_own_weights():
@@ -95,13 +67,8 @@ def test_every_block_keeps_its_own_weights():
 def test_a_compiled_model_computes_the_same(config, inference, monkeypatch):
     x = example()
     model = converted(blocks(4), x, CONFIGS[config])
-    counts = []
-    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     with torch.inference_mode() if inference else torch.no_grad():
-        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
-        torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
-        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+        counts, ours, wanted = outlined_and_whole(monkeypatch, model, x)
     assert counts == [4]
     assert torch.equal(ours, wanted)
 
@@ -148,25 +115,18 @@ def test_blocks_without_an_int8_layer_are_cut_behind_an_opaque_linear(behind_flo
     x = example()
     gm, inputs = lowered_graph(float_blocks(x, bias), x)
     assert calls(gm, _int8_linear)
-    wanted = run(gm, inputs)
-    assert outline(gm, behind_floats) == expected
+    assert outlines(gm, inputs, behind_floats=behind_floats) == expected
     assert len(calls(gm, _invoke)) == expected
     for call in calls(gm, _invoke):
         inside = gm.get_submodule(str(call.args[0].target))
         assert [node for node in inside.graph.nodes if node.op.startswith("call")][-1].target is nn.functional.linear
-    for ours, each in zip(run(gm, inputs), wanted, strict=True):
-        assert torch.equal(ours, each)
 
 
 def test_float_blocks_compute_the_same(monkeypatch):
     x = example()
-    model, counts = float_blocks(x), []
-    monkeypatch.setattr(module, "outline", lambda gm, *_, **named: counts.append(outline(gm, **named)))
+    model = float_blocks(x)
     with torch.no_grad():
-        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
-        torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
-        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+        counts, ours, wanted = outlined_and_whole(monkeypatch, model, x)
     assert 4 in counts
     assert torch.equal(ours, wanted)
 
@@ -197,11 +157,8 @@ class Gaps(nn.Module):
 def test_only_a_block_whose_input_has_gaps_stays_inline(before, outlined):
     x = example()
     gm, inputs = lowered_graph(converted(nn.Sequential(before, *blocks(4)), x), x)
-    expected = run(gm, inputs)
-    assert outline(gm) == outlined
+    assert outlines(gm, inputs) == outlined
     assert len(calls(gm, _int8_linear)) == 2 * (4 - outlined), "of the blocks that stay"
-    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
-        assert torch.equal(ours, wanted)
 
 
 class Stream(nn.Module):
@@ -234,10 +191,7 @@ def test_blocks_read_what_the_model_computes_for_all_of_them(name):
     x = example()
     model = converted(Stream(shared), x)
     gm, inputs = lowered_graph(model, x)
-    expected = run(gm, inputs)
-    assert outline(gm) == outlined
-    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
-        assert torch.equal(ours, wanted)
+    assert outlines(gm, inputs) == outlined
 
 
 class Prompts(nn.Module):
@@ -259,21 +213,14 @@ def test_inputs_of_a_block_begin_at_the_same_alignment(width, outlined):
     """Inductor's kernels for a block assume the alignment of the first one's inputs."""
     x = torch.randn(3, 7, width)
     gm, inputs = lowered_graph(converted(Prompts(width), x), x)
-    expected = run(gm, inputs)
-    assert outline(gm) == outlined
-    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
-        assert torch.equal(ours, wanted)
+    assert outlines(gm, inputs) == outlined
 
 
 def test_a_compiled_residual_stream_computes_the_same(monkeypatch):
     x = example()
-    model, counts = converted(Stream(torch.sigmoid), x), []
-    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
+    model = converted(Stream(torch.sigmoid), x)
     with torch.no_grad():
-        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
-        torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
-        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+        counts, ours, wanted = outlined_and_whole(monkeypatch, model, x)
     assert counts == [4]
     assert torch.equal(ours, wanted)
 
@@ -297,21 +244,14 @@ class Convolutions(nn.Module):
 
 def test_a_residual_stream_keeps_the_order_of_its_dimensions(monkeypatch):
     x = torch.randn(2, 3, 10, 12)
-    model, counts = converted(Convolutions().eval(), x), []
+    model = converted(Convolutions().eval(), x)
     gm, inputs = lowered_graph(model, x)
-    expected = run(gm, inputs)
-    assert outline(gm) == 4
+    assert outlines(gm, inputs) == 4
     leaving = [node for call in calls(gm, _invoke) for node in call.users if node.meta["example_value"].ndim == 4]
     assert {node.meta["example_value"].stride() for node in leaving} >= {(960, 1, 192, 32)}
-    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
-        assert torch.equal(ours, wanted)
-    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     torch._dynamo.reset()
     with torch.no_grad():
-        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
-        torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
-        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+        counts, ours, wanted = outlined_and_whole(monkeypatch, model, x)
     assert counts == [4]
     assert torch.equal(ours, wanted)
     assert ours.stride() == wanted.stride() == model(x).stride()
@@ -328,14 +268,10 @@ class Casts(Stream):
 
 def test_assertions_of_exports_do_not_keep_blocks_apart(monkeypatch):
     x = example()
-    model, counts = converted(Casts(None), x), []
+    model = converted(Casts(None), x)
     assert any(node.target is ASSERT_METADATA for node in model.graph.nodes)
-    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
     with torch.no_grad():
-        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
-        torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
-        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+        counts, ours, wanted = outlined_and_whole(monkeypatch, model, x)
     assert counts == [5]
     assert torch.equal(ours, wanted)
 
@@ -353,13 +289,9 @@ class Scores(Stream):
 
 def test_sums_in_place_and_numbers_as_tensors_do_not_keep_blocks_apart(monkeypatch):
     x = example()
-    model, counts = converted(Scores(None), x), []
-    monkeypatch.setattr(module, "outline", lambda gm, **_: counts.append(outline(gm)))
+    model = converted(Scores(None), x)
     with torch.no_grad():
-        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
-        torch._dynamo.reset()
-        monkeypatch.setattr(module, "outline", lambda gm, **_: 0)
-        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+        counts, ours, wanted = outlined_and_whole(monkeypatch, model, x)
     assert counts == [5]
     assert torch.equal(ours, wanted)
 
@@ -375,14 +307,11 @@ def test_a_view_that_is_read_later_does_not_leave_a_block():
 
     x = example()
     gm, inputs = lowered_graph(converted(Views(None), x), x)
-    expected = run(gm, inputs)
-    outline(gm)
+    outlines(gm, inputs)
     for call in calls(gm, _invoke):
         inside = gm.get_submodule(str(call.args[0].target))
         (results,) = (node.args[0] for node in inside.graph.nodes if node.op == "output")
         assert all(result.target is _int8_linear for result in results)
-    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
-        assert torch.equal(ours, wanted)
 
 
 class Taps(nn.Module):
@@ -403,10 +332,7 @@ class Taps(nn.Module):
 def test_values_read_later_are_outputs_of_every_block():
     x = example()
     gm, inputs = lowered_graph(converted(Taps(), x), x)
-    expected = run(gm, inputs)
-    assert outline(gm) == 4
-    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
-        assert torch.equal(ours, wanted)
+    assert outlines(gm, inputs) == 4
 
 
 class Skips(nn.Module):
@@ -427,10 +353,7 @@ class Skips(nn.Module):
 def test_values_of_earlier_blocks_are_inputs():
     x = example()
     gm, inputs = lowered_graph(converted(Skips(), x), x)
-    expected = run(gm, inputs)
-    assert outline(gm) == 5
-    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
-        assert torch.equal(ours, wanted)
+    assert outlines(gm, inputs) == 5
 
 
 def test_a_small_saving_is_not_worth_it(monkeypatch):

@@ -15,11 +15,7 @@ from qframework.backend import outline_blocks as module
 from qframework.backend.outline_blocks import outline
 from qframework.compat import inductor
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch, fresh_dynamo):
-    """Outline the blocks of small models too."""
-    monkeypatch.setattr(module, "_LEAST_SAVED", 4)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def blocks(count: int) -> nn.Sequential:

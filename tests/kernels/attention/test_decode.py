@@ -66,7 +66,6 @@ def test_splits(splits, length):
 
 
 @pytest.mark.interpreter
-@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("splits", [1, 3, 8, 19])
 @pytest.mark.parametrize(("kv", "group", "tokens", "width"), [(2, 5, 9, 72), (1, 1, 33, 256), (3, 16, 1, 64)])
