@@ -86,6 +86,9 @@ class Measurement:
         start = time.perf_counter()
         if provider.quantize is not None:
             model = provider.quantize(model, inputs)
+        else:
+            with inference(provider):  # biases that a model keeps from its first call, CUDA graphs would overwrite
+                model(*(x[:1] for x in inputs))
         prepare_s = time.perf_counter() - start
         start = time.perf_counter()
         forward: Forward = provider.compile(model) if provider.compile else model

@@ -392,4 +392,5 @@ def _dump(document: dict[str, Any]) -> str:
 
 def _one_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    first = 2 if lines and lines[0].endswith(":") else 1  # Dynamo names the backend before its error
+    return f"{type(error).__name__}: {' '.join(lines[:first])}"[:300]
