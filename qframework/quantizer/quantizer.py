@@ -166,6 +166,17 @@ class QFrameworkQuantizer(Quantizer):
         Raises:
             UnsupportedError: no kernel supports the configuration.
         """
+        self.expose_linears(model)
+        if self._names(AttentionConfig):
+            self._transform_attentions(model)
+        read_after_writes(model)
+        return model
+
+    def expose_linears(self, model: GraphModule) -> None:
+        """The rewrites of ``transform_for_annotation`` but those of attention and writes: what recipes need as well.
+
+        Linears that they do not see would be quantized all the same.
+        """
         check_graph(model, "QFrameworkQuantizer: model")
         inline_scopes_of_layers(model)
         write_out_scalars(model)
@@ -173,10 +184,6 @@ class QFrameworkQuantizer(Quantizer):
             expand_exported_products(model)
             if not self.is_qat:  # copies of a parameter would be trained apart
                 separate_weights(model)
-        if self._names(AttentionConfig):
-            self._transform_attentions(model)
-        read_after_writes(model)
-        return model
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate every selected linear and attention of ``model``.

@@ -24,8 +24,6 @@ from torch.fx import GraphModule
 
 from qframework.arguments import check_can_be_read_again, is_count, is_number
 from qframework.errors import UnsupportedError
-from qframework.graph.expand_products import expand_exported_products
-from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
 from qframework.graph.read_after_writes import read_after_writes
 from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.arguments import check_exported, check_prepared
@@ -239,8 +237,7 @@ class Recipe(JsonConfig):
         check_can_be_read_again(data, "Recipe.before_prepare")
         check_exported(exported, "Recipe.before_prepare: exported")
         check_quantizer(quantizer, "Recipe.before_prepare")
-        inline_scopes_of_layers(exported)
-        expand_exported_products(exported)
+        quantizer.expose_linears(exported)
         read_after_writes(exported)
         done: dict[str, Any] = {}
         if self.rotate:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from quantizer_models import exported, tiny_vit
-from torch import nn
+from torch import Tensor, nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework.errors import CalibrationError, UnsupportedError
@@ -108,3 +108,34 @@ def test_only_as_many_batches_as_asked_for_are_read() -> None:
     graph = exported(tiny_vit(), IMAGES)
     Recipe(Smooth((0.5,)), batches=2).before_prepare(graph, QUANTIZER, Data([IMAGES] * 5))
     assert read == [0, 1]
+
+
+class CrossAttention(nn.Module):
+    """Attention to another tensor, whose projections are rows of one parameter; channels of that tensor are uneven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(32)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        with torch.no_grad():
+            self.norm.weight[::9] *= 50
+            self.attention.in_proj_weight[32:, ::9] /= 50
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        memory = self.norm(memory)
+        return self.attention(x, memory, memory, need_weights=False)[0]
+
+
+def test_linears_that_read_rows_of_a_parameter_are_smoothed() -> None:
+    model, generator = CrossAttention().eval(), torch.Generator().manual_seed(1)
+    inputs = tuple(torch.randn(4, n, 32, generator=generator) for n in (5, 7))
+    expected, errors = model(*inputs), []
+    for recipe in (Recipe(), Recipe(smooth=Smooth())):
+        graph = exported(model, *inputs)
+        done = recipe.before_prepare(graph, QUANTIZER, [inputs])
+        prepared = prepare_pt2e(graph, QUANTIZER)
+        calibrate(prepared, [inputs], progress=False)
+        errors.append(sqnr_db(expected, convert_pt2e(prepared)(*inputs)))
+    assert done["smooth"], done
+    assert errors[1] > errors[0] + 10, errors
