@@ -30,7 +30,7 @@ from qframework.graph.attention_call import (
     shape_of,
 )
 from qframework.graph.attention_logits import Logits, unscaled
-from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, users
+from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, known_number, operation, users
 from qframework.graph.selections import Selection, keeps_dimension, selection
 from qframework.graph.shapes import same
 
@@ -48,7 +48,7 @@ def sdpa_call(node: Node) -> AttentionCall | None:
     query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
     mask = argument(node, 3, "attn_mask")
     dropout_p, is_causal = argument(node, 4, "dropout_p", default=0.0), argument(node, 5, "is_causal", default=False)
-    scale, enable_gqa = argument(node, 6, "scale"), argument(node, 7, "enable_gqa", default=False)
+    scale, enable_gqa = known_number(argument(node, 6, "scale")), argument(node, 7, "enable_gqa", default=False)
     if dropout_p != 0.0:
         raise Refused(f"its dropout_p must be 0, got {dropout_p}")
     for name, given in (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa)):

@@ -113,6 +113,17 @@ def argument(node: Node, index: int, *names: str, default: Any = None) -> Any:
     return next((node.kwargs[name] for name in names if name in node.kwargs), default)
 
 
+def known_number(given: Any) -> Any:
+    """The number behind a node, if tracing fixed it; anything else as it is.
+
+    With ``dynamic=True``, a float attribute of a module is an input of the graph. Where an operation needed the number
+    itself, a guard already compiles the model anew for another one.
+    """
+    value = recorded_value(given) if isinstance(given, Node) else None
+    known = value.node.maybe_as_float() if isinstance(value, torch.SymFloat) else None
+    return given if known is None else known
+
+
 def linear_call(node: Node) -> LinearCall | None:
     """The operands of a linear layer, None for any other node."""
     if node.op != "call_function" or node.target not in _LINEAR:

@@ -119,6 +119,30 @@ def test_attention_outside_of_any_module_is_named_as_calibration_names_it():
     assert [report.lowered for report in capture.attention] == [True, False, True]
 
 
+class Scaled(nn.Module):
+    """Attention whose scale is an attribute, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.3
+
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+
+def test_a_scale_that_dynamic_shapes_make_an_input():
+    """PyTorch's attention fixes the number, so that another one compiles the model again."""
+    model, operands, capture = Scaled().eval(), qkv(), Capture()
+    run = torch.compile(model, backend=capture, dynamic=True)
+    for scale in (0.3, 0.1):
+        model.scale = scale
+        with torch.no_grad():
+            out = run(*operands)
+        assert [(report.lowered, report.reason) for report in capture.attention] == [(True, "")]
+        assert float((out - model(*operands)).abs().max()) <= error_bound(*operands, scale)
+    assert [call["scale"] for call in capture.calls] == [0.1]
+
+
 class TestExplain:
     def test_reports_are_in_graph_order(self):
         model, x = Attention().eval(), torch.randn(2, 17, 32)
