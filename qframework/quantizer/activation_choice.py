@@ -47,6 +47,7 @@ from qframework.quantizer.histogram_observers import AffineMSEObserver, MSEObser
 from qframework.quantizer.layer_costs import Costs, costs_for
 from qframework.quantizer.observers import activation_observer
 from qframework.quantizer.output_error import (
+    Errors,
     Parameters,
     Run,
     fake_quantized,
@@ -68,11 +69,15 @@ _CLIPPING_GAIN = 0.5
 _EXAMPLES = 4
 # A dynamic scale must reduce the sum of all groups' errors by this share.
 _DYNAMIC_GAIN = 0.005
+# Clipping may make the squared error of the worst tokens at most this many times as large: which ones they are changes
+# with every rounding, so that a smaller factor would be noise.
+_WORSE = 2.0
 _OBSERVERS: dict[str, ActivationConfig] = {
     "minmax": ActivationConfig(),
     "percentile": ActivationConfig(observer="percentile", observer_args={"percentile": _PERCENTILE}),
     "mse": ActivationConfig(observer="mse"),
 }
+_CLIPPING = _OBSERVERS.keys() - {"minmax"}
 _ZERO_POINT = "zero_point"
 # Shares by which a range may be wider than the calibration data: at least the first, since rare tokens that go far
 # beyond it harm a model more than they count in the error of a few examples.
@@ -152,7 +157,7 @@ def choose_activations(
     device: str | None = None,
     hadamard: bool = False,
     batches: int | None = None,
-    judge: Callable[[], float] | None = None,
+    judge: Callable[[], Errors] | None = None,
 ) -> dict[str, str]:
     """Choose an observer for each static input per tensor, and the inputs with zero points or dynamic scales, in place.
 
@@ -174,8 +179,9 @@ def choose_activations(
         device: whose prices count (layer_costs.py), ``"cpu"`` or ``"cuda"``; None for that and the dtype of the model.
         hadamard: whether dynamic inputs will be transformed as in qframework/quantizer/hadamard_inputs.py.
         batches: use only this many batches.
-        judge: measures the error of the output with everything quantized. The observers, or the whole choice, are
-            dropped if it is smaller without: errors of clipping, which have a direction, do not just add up.
+        judge: measures the errors of the output with everything quantized. The observers, or the whole choice, are
+            dropped if the typical one is smaller without: errors of clipping, which have a direction, do not just add
+            up. The observers are also dropped if they double that of the worst tokens.
 
     Returns:
         ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` (min-max with one), ``"dynamic"`` or ``"float"`` for
@@ -213,8 +219,20 @@ def choose_activations(
             _apply(groups, quantizer, proposal)
             errors[i] = judge()
             _apply(groups, quantizer, {})
-    best = min(errors, key=lambda i: errors[i])
+    best = _least(errors, {i for i, proposal in enumerate(proposals) if _CLIPPING & set(proposal.values())})
     return _chosen(exported, groups, quantizer, proposals[best]) if best >= 0 else {}
+
+
+def _least(errors: dict[int, Errors], clipping: set[int]) -> int:
+    """The proposal of least typical error; if it is one of ``clipping``, only unless it ruins the worst tokens.
+
+    The others may be equal for typical tokens and differ for the worst, so that both decide among them.
+    """
+    best = min(errors, key=lambda i: errors[i].typical)
+    if best not in clipping:
+        return best
+    careful = min(errors.keys() - clipping, key=lambda i: errors[i].typical * errors[i].worst)
+    return best if errors[best].worst <= _WORSE * errors[careful].worst else careful
 
 
 def _proposal(groups: list[_Group], dynamic_share: float, float_layers: bool, allowed: set[str]) -> dict[int, str]:

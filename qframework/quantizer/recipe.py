@@ -267,7 +267,7 @@ class Recipe(JsonConfig):
                 device=self.device,
                 hadamard=self.hadamard,
                 batches=self.batches,
-                judge=None if guard is None else guard.error.measure,
+                judge=None if guard is None else guard.error.errors,
             )
         done.update(_run(after, data, guard))
         if self.rotate_heads:

@@ -15,7 +15,7 @@ from qframework.numerics import dynamic_scale, scale_from_amax, sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, layer_costs, static_int8
 from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.layer_costs import costs_on
-from qframework.quantizer.output_error import OutputError, Parameters, Run, Snapshot, fake_quantized, held_out
+from qframework.quantizer.output_error import Errors, OutputError, Parameters, Run, Snapshot, fake_quantized, held_out
 
 DIM = 16
 QUANTIZER = QFrameworkQuantizer().set_global(static_int8())
@@ -228,11 +228,11 @@ def normal(seed: int = 0) -> list[Tensor]:
 
 def test_a_lopsided_input_gets_a_zero_point_and_others_none() -> None:
     model, graph = Activated().eval(), exported(Activated(), normal()[0], dynamic_batch=True)
-    judge = OutputError(graph, QUANTIZER, normal(), normal()).measure
-    before = judge()
+    judge = OutputError(graph, QUANTIZER, normal(), normal()).errors
+    before = judge().typical
     chosen = choose_activations(graph, QUANTIZER, normal(), observers=False, zero_points=True, judge=judge)
     assert chosen == {"fc2": "zero_point"}
-    assert judge() < before
+    assert judge().typical < before
     plain = converted(exported(Activated(), normal()[0], dynamic_batch=True), normal())
     (x, *_), better = normal(7), converted(graph, normal())
     assert {node.args[2] for node in better.graph.nodes if "quantize_per_tensor" in str(node.target)} > {0}
@@ -244,7 +244,7 @@ def test_zero_points_are_used_only_where_the_output_gains() -> None:
     graph = exported(Activated(), normal()[0], dynamic_batch=True)
     assert choose_activations(graph, QUANTIZER, normal(), observers=False) == {}
     errors = iter([1.0, 2.0, 2.0, 2.0])  # of nothing, and of each proposal
-    judge = lambda: next(errors)  # noqa: E731
+    judge = lambda: Errors(next(errors), 1.0)  # noqa: E731
     assert choose_activations(graph, QUANTIZER, normal(), zero_points=True, judge=judge) == {}
     assert converted(graph, normal())(normal()[0]).isfinite().all()
 
@@ -368,3 +368,21 @@ def test_margins_do_not_trust_channels_that_were_scaled_with_the_judged_data() -
     graph = exported(Even(), batches[0], dynamic_batch=True)
     chosen = choose_activations(graph, QUANTIZER, batches, observers=False, margins=True)
     assert chosen["read"] == "+ 0.5"
+
+
+def test_clipping_is_dropped_where_it_ruins_few_tokens() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, DIM))
+    batches = [torch.randn(4, 75, 512) for _ in range(3)]
+    for x in batches:
+        x[:, 5, 0] = 100.0  # fewer values than the percentile keeps, in one token of 75
+    found = []
+    for judged in (False, True):
+        graph = exported(model, batches[0], dynamic_batch=True)
+        errors = OutputError(graph, QUANTIZER, batches[1:], batches[:1]).errors
+        found.append((choose_activations(graph, QUANTIZER, batches, judge=errors if judged else None), errors()))
+    (clips, clipped), (keeps, kept) = found
+    assert clips["0"] in ("mse", "percentile")
+    assert keeps == {}
+    assert clipped.typical < kept.typical
+    assert clipped.worst > 2 * kept.worst
