@@ -69,9 +69,6 @@ _CLIPPING_GAIN = 0.5
 _EXAMPLES = 4
 # A dynamic scale must reduce the sum of all groups' errors by this share.
 _DYNAMIC_GAIN = 0.005
-# Clipping may make the squared error of the worst tokens at most this many times as large: which ones they are changes
-# with every rounding, so that a smaller factor would be noise.
-_WORSE = 2.0
 _OBSERVERS: dict[str, ActivationConfig] = {
     "minmax": ActivationConfig(),
     "percentile": ActivationConfig(observer="percentile", observer_args={"percentile": _PERCENTILE}),
@@ -232,7 +229,7 @@ def _least(errors: dict[int, Errors], clipping: set[int]) -> int:
     if best not in clipping:
         return best
     careful = min(errors.keys() - clipping, key=lambda i: errors[i].typical * errors[i].worst)
-    return best if errors[best].worst <= _WORSE * errors[careful].worst else careful
+    return careful if errors[best].ruins_few(errors[careful]) else best
 
 
 def _proposal(groups: list[_Group], dynamic_share: float, float_layers: bool, allowed: set[str]) -> dict[int, str]:

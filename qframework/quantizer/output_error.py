@@ -33,8 +33,10 @@ _EXAMPLES = 8
 _EXACT = 1e-12
 # A token counts as at least this share of the mean squared size.
 _SMALLEST_TOKEN = 0.01
-# The share of tokens that are the worst ones.
+# The share of tokens that are the worst ones, and how many times as large their squared error may become: which ones
+# they are changes with every rounding, so that a smaller factor would be noise.
 _WORST = 0.02
+_WORSE = 2.0
 
 
 class Errors(NamedTuple):
@@ -42,6 +44,10 @@ class Errors(NamedTuple):
 
     typical: float
     worst: float
+
+    def ruins_few(self, others: Errors) -> bool:
+        """Whether the worst tokens are much worse than those of ``others``; so are those that are not finite."""
+        return not self.worst <= _WORSE * others.worst
 
 
 class OutputError:
@@ -92,8 +98,7 @@ class OutputError:
             rows = fake_quantized(x, scales.get(node, dynamic))
             rounded = rounded_linear(rows, weight, Parameters(steps), bias, self._rounding, self._corrects_bias)
             run.skip(node, rounded)
-        output = floats(run.finish({}))
-        return Errors(typical_error(output, self._expected), worst_error(output, self._expected))
+        return errors_of(floats(run.finish({})), self._expected)
 
     def _linears(self) -> dict[Node, LinearConfig]:
         found = {}
@@ -277,6 +282,11 @@ def typical_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     """
     errors = token_errors(actual, expected)
     return float(errors.clamp(min=_EXACT).log().mean().exp()) if errors.numel() else 0.0
+
+
+def errors_of(actual: list[Tensor], expected: list[Tensor]) -> Errors:
+    """Both errors of outputs, one tensor or several."""
+    return Errors(typical_error(actual, expected), worst_error(actual, expected))
 
 
 def worst_error(actual: list[Tensor], expected: list[Tensor]) -> float:
