@@ -83,12 +83,12 @@ class Measurement:
         plan, provider = self.plan, PROVIDERS[self.plan.provider]
         model, inputs, reference = build(FAMILIES[plan.family], plan.batch, plan.device, plan.smoke)
         model, inputs = in_dtype(model, provider.dtype), cast(inputs, provider.dtype)
+        if provider.quantize is None:
+            with inference(provider):  # what a model keeps from its first call, CUDA graphs would overwrite
+                model(*(x[:1] for x in inputs))
         start = time.perf_counter()
         if provider.quantize is not None:
             model = provider.quantize(model, inputs)
-        else:
-            with inference(provider):  # biases that a model keeps from its first call, CUDA graphs would overwrite
-                model(*(x[:1] for x in inputs))
         prepare_s = time.perf_counter() - start
         start = time.perf_counter()
         forward: Forward = provider.compile(model) if provider.compile else model

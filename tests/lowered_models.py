@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-from qframework.backend.compile import lower
+from qframework.backend.compile import lower, run_passes
+from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions
 from qframework.backend.report import LayerReport
 from qframework.quantizer import LinearConfig, QFrameworkQuantizer, calibrate, static_int8
@@ -52,6 +53,25 @@ def converted(model: nn.Module, x: Tensor, config: LinearConfig | None = None, *
 def lowered(gm: GraphModule, **options: str | bool) -> tuple[GraphModule, list[LayerReport]]:
     reports = lower(gm, (), BackendOptions(**options))
     return gm, reports
+
+
+def without_inductor(kept: list[GraphModule] | None = None, **options: str | bool) -> Callable[..., Any]:
+    """The backend, except that the lowered graph runs as it is, after its checks; ``kept`` gets each graph."""
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        lowering = Lowering.of(gm, inputs, BackendOptions(**options))
+        run_passes(lowering)
+        if kept is not None:
+            kept.append(gm)
+
+        def run(*args: Any) -> Any:
+            for check in lowering.checks:
+                check(args)
+            return gm(*args)
+
+        return run
+
+    return backend
 
 
 def lowered_graph(

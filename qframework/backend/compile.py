@@ -113,9 +113,9 @@ def qframework_backend(
             compiled, and later writes to them have no effect, nor to what only parameters and buffers of modules
             determine: a bias of attention, say, is computed once. Linears that read the same input are then one
             product, whose bias follows writes to theirs, except through ``.data`` and to tensors created in inference
-            mode. A converted model's constants are computed once without this option, and follow the same writes. On
-            Hopper, so do its linears that are one product where that saves time by estimate, in copies of their
-            weights, scales and biases.
+            mode. What parameters and buffers of a converted model determine is computed once without this option, and
+            follows the same writes. On Hopper, linears of a converted model are one product where that saves time by
+            estimate: their weights, scales and biases are copied, and the copies follow these writes too.
             ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed. ``"auto"``, the
             default, does so unless PyTorch's own attention is faster, as on Hopper. The name of a variant quantizes
             everywhere, with the gradients of exact attention. ``"off"`` leaves attention in float. A mapping from layer

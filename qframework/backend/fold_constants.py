@@ -1,4 +1,4 @@
-"""Computes what parameters alone determine once, when a model is compiled that is converted or has frozen weights.
+"""Computes once what parameters alone determine, when a converted model or one with frozen weights is compiled.
 
 A bias that each attention reads from a table, or that an MLP computes from coordinates, takes several kernels in each
 call; here they become buffers. Only what takes a kernel is worth a buffer, and only small results are: what operators
@@ -38,7 +38,8 @@ def fold_constants(lowering: Lowering) -> None:
     Where weights are frozen, another parameter makes Dynamo compile the model again.
     """
     graph = lowering.gm.graph
-    follow = bool(lowering.converted) or any(map(_is_quantized_operand, graph.nodes))
+    # before and after the linears are lowered
+    follow = any(map(_is_quantized_operand, graph.nodes)) or bool(lowering.converted)
     if not (follow or lowering.options.freeze_weights) or any(node.target in AUTOCAST_SCOPES for node in graph.nodes):
         return
     constants = constant_nodes(lowering.gm, lambda node: _is_source(lowering, node))

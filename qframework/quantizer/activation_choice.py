@@ -177,8 +177,8 @@ def choose_activations(
         hadamard: whether dynamic inputs will be transformed as in qframework/quantizer/hadamard_inputs.py.
         batches: use only this many batches.
         judge: measures the errors of the output with everything quantized. The observers, or the whole choice, are
-            dropped if the typical one is smaller without: errors of clipping, which have a direction, do not just add
-            up. The observers are also dropped if they double that of the worst tokens.
+            dropped if the typical error is smaller without them: errors of clipping, which have a direction, do not
+            just add up. The observers are also dropped if they more than double the error of the worst tokens.
 
     Returns:
         ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` (min-max with one), ``"dynamic"`` or ``"float"`` for
@@ -221,9 +221,9 @@ def choose_activations(
 
 
 def _least(errors: dict[int, Errors], clipping: set[int]) -> int:
-    """The proposal of least typical error; if it is one of ``clipping``, only unless it ruins the worst tokens.
+    """The proposal of least typical error, or another one if that is one of ``clipping`` and ruins the worst tokens.
 
-    The others may be equal for typical tokens and differ for the worst, so that both decide among them.
+    The others may be equal for typical tokens and differ for the worst, so that both errors decide among them.
     """
     best = min(errors, key=lambda i: errors[i].typical)
     if best not in clipping:

@@ -40,13 +40,20 @@ _WORSE = 2.0
 
 
 class Errors(NamedTuple):
-    """How wrong an output is: ``typical_error``, and ``worst_error`` of the few tokens that it hides."""
+    """How wrong an output is.
+
+    What clipping does to a few tokens is hidden in the typical error, and a decoder may attend to just these.
+
+    Attributes:
+        typical: ``typical_error``.
+        worst: the mean of the largest fiftieth of ``token_errors``, of at least one token.
+    """
 
     typical: float
     worst: float
 
     def ruins_few(self, others: Errors) -> bool:
-        """Whether the worst tokens are much worse than those of ``others``; so are those that are not finite."""
+        """Whether the worst tokens are more than twice as wrong as those of ``others``, or not finite."""
         return not self.worst <= _WORSE * others.worst
 
 
@@ -280,22 +287,16 @@ def typical_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     In a model with everything quantized, a few examples have errors ten times those of the others, and which ones these
     are changes with every rounding: a token just becomes an outlier, or does not. A sum would judge little else.
     """
-    errors = token_errors(actual, expected)
-    return float(errors.clamp(min=_EXACT).log().mean().exp()) if errors.numel() else 0.0
+    return errors_of(actual, expected).typical
 
 
 def errors_of(actual: list[Tensor], expected: list[Tensor]) -> Errors:
-    """Both errors of outputs, one tensor or several."""
-    return Errors(typical_error(actual, expected), worst_error(actual, expected))
-
-
-def worst_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The mean of the largest fiftieth of ``token_errors``, at least one; 0 without tokens.
-
-    What clipping does to few tokens is hidden in ``typical_error``, and may be what a decoder attends to.
-    """
+    """Both errors of the outputs, one tensor or several; zeros without tokens."""
     errors = token_errors(actual, expected)
-    return float(errors.topk(max(1, round(_WORST * errors.numel()))).values.mean()) if errors.numel() else 0.0
+    if not errors.numel():
+        return Errors(0.0, 0.0)
+    worst = errors.topk(max(1, round(_WORST * errors.numel()))).values
+    return Errors(float(errors.clamp(min=_EXACT).log().mean().exp()), float(worst.mean()))
 
 
 def rounded_linear(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from lowered_models import converted
@@ -239,6 +241,31 @@ def test_constants_of_a_converted_model_follow_writes(options):
         torch.testing.assert_close(written, static(x), rtol=0, atol=ERROR)
         static.table = nn.Parameter(static.table / -3)
         torch.testing.assert_close(compiled(x), first, rtol=0, atol=1e-6)
+
+
+class Moving(Table):
+    """Attention writes the buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("moving", torch.randn(2 * TOKENS, HEADS))
+
+    def bias(self):
+        self.moving.mul_(1.5)
+        return self.moving[self.index].permute(2, 0, 1)
+
+
+def test_a_converted_model_that_writes_what_it_reads():
+    x = torch.randn(2, TOKENS, WIDTH)
+    static = converted(Moving().eval(), x)
+    reference, results = copy.deepcopy(static), []
+    compiled = torch.compile(static, backend="qframework")
+    with torch.no_grad():
+        for _ in range(3):
+            results.append(compiled(x))
+            torch.testing.assert_close(results[-1], reference(x), rtol=0, atol=ERROR)
+            assert torch.equal(static.moving, reference.moving)
+    assert (results[-1] - results[0]).abs().max() > 2 * ERROR
 
 
 def test_constants_of_tensors_that_count_no_writes_are_computed_at_each_call():

@@ -7,7 +7,7 @@ import copy
 import pytest
 import timm
 import torch
-from lowered_models import count, exported, lowered, targets
+from lowered_models import count, exported, lowered, targets, without_inductor
 from torch import nn
 from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -15,9 +15,6 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 import qframework
 from qframework import numerics
 from qframework.backend import merge_linears
-from qframework.backend.compile import run_passes
-from qframework.backend.lowering import Lowering
-from qframework.backend.options import BackendOptions
 from qframework.quantizer import (
     AttentionConfig,
     QFrameworkQuantizer,
@@ -435,19 +432,7 @@ class TestScalesPerHead:
 
     @staticmethod
     def compiled(model, kept):
-        def backend(gm, inputs):
-            kept.append(gm)
-            lowering = Lowering.of(gm, inputs, BackendOptions())
-            run_passes(lowering)
-
-            def call(*args):
-                for check in lowering.checks:
-                    check(args)
-                return gm(*args)
-
-            return call
-
-        return torch.compile(model, backend=backend, fullgraph=True)
+        return torch.compile(model, backend=without_inductor(kept), fullgraph=True)
 
     def test_nothing_gathers_them_at_each_call(self, model):
         kept = []

@@ -6,12 +6,11 @@ import copy
 
 import pytest
 import torch
-from lowered_models import Block, converted, count, example, lowered, targets
+from lowered_models import Block, converted, count, example, lowered, targets, without_inductor
 from torch import nn
 
 from qframework import numerics
-from qframework.backend.compile import lower, run_passes
-from qframework.backend.lowering import Lowering
+from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.quantizer import QFrameworkQuantizer, dynamic_int8, static_int8
 
@@ -94,23 +93,6 @@ def test_the_compiled_model_computes_what_the_converted_one_does():
         _int8(gm).neg_()
 
 
-def _without_inductor(options=None):
-    """The backend, except that the lowered graph runs as it is."""
-
-    def backend(graph, inputs):
-        lowering = Lowering.of(graph, inputs, BackendOptions(**(options or {})))
-        run_passes(lowering)
-
-        def run(*args):
-            for check in lowering.checks:
-                check(args)
-            return graph(*args)
-
-        return run
-
-    return backend
-
-
 def _int8(gm):
     """The weight of the last linear."""
     return [value for value in [*gm.parameters(), *gm.buffers()] if value.dtype == torch.int8][-1]
@@ -129,7 +111,7 @@ WRITES = {
 def test_a_written_parameter_changes_the_bias(write):
     x = example() + 0.5
     gm = converted(Block(), x, ASYMMETRIC)
-    compiled = torch.compile(gm, backend=_without_inductor())
+    compiled = torch.compile(gm, backend=without_inductor())
     before = compiled(x)
     WRITES[write](gm)
     assert numerics.sqnr_db(gm(x), before) < 40, "the write must change the result"
@@ -140,7 +122,7 @@ def test_a_written_parameter_changes_the_bias(write):
 def test_a_frozen_bias_follows_a_new_parameter_and_no_write():
     x = example() + 0.5
     gm = converted(Block(), x, ASYMMETRIC)
-    compiled = torch.compile(gm, backend=_without_inductor({"freeze_weights": True}))
+    compiled = torch.compile(gm, backend=without_inductor(freeze_weights=True))
     expected = compiled(x)
     assert numerics.sqnr_db(gm(x), expected) > 50
     gm.get_submodule("fc2").bias = nn.Parameter(gm.get_parameter("fc2.bias") + 1.0)
@@ -152,7 +134,7 @@ def test_another_model_with_the_same_code_has_biases_of_its_own():
     gm = converted(Block(), x, ASYMMETRIC)
     other = copy.deepcopy(gm)
     _int8(other).neg_()
-    first, second = (torch.compile(each, backend=_without_inductor()) for each in (gm, other))
+    first, second = (torch.compile(each, backend=without_inductor()) for each in (gm, other))
     for _ in range(2):
         assert numerics.sqnr_db(gm(x), first(x)) > 50
         assert numerics.sqnr_db(other(x), second(x)) > 50
