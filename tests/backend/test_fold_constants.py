@@ -251,8 +251,9 @@ class Moving(Table):
         self.register_buffer("moving", torch.randn(2 * TOKENS, HEADS))
 
     def bias(self):
+        bias = self.moving[self.index].permute(2, 0, 1)
         self.moving.mul_(1.5)
-        return self.moving[self.index].permute(2, 0, 1)
+        return bias
 
 
 def test_what_a_converted_model_writes_itself_is_computed_at_each_call():
