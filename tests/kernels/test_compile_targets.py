@@ -202,7 +202,7 @@ def compile_int8_linear(
         rows = specialized.rows_of_a(tile.block_m)
         blocks = {"a": ("i8", rows, tile.block_k), "b": ("i8", tile.block_n, tile.block_k)}
         types |= {f"{name}_desc": described(*block) for name, block in blocks.items()}
-        types |= dict.fromkeys(("residual_desc", "out_desc"), described(out, specialized.ROWS, tile.block_n))
+        types |= dict.fromkeys(("residual_desc", "out_desc"), described(out, *specialized.block_of_result(tile.block_n)))
         return compile_for(chip, specialized.kernel, types | sizes, constants, **options)
     return compile_for(chip, _int8_linear_kernel, types | sizes, constants, **options)
 
@@ -389,7 +389,7 @@ def test_gated(tile, activation, out, single, tmp_path):
     types |= {"zero_point_ptr": "*i32"} | dict.fromkeys(("M", "N", "K", "PA"), "i32")
     types |= {"a_desc": described("i8", tile.block_m, tile.block_k)}
     types |= dict.fromkeys(("gate_desc", "up_desc"), described("i8", columns, tile.block_k))
-    types |= {"out_desc": described(out, specialized.ROWS, columns)}
+    types |= {"out_desc": described(out, *specialized.block_of_result(tile.block_n, weights=2))}
     compiled = compile_for("sm_90", hopper_gated.kernel, types, constants, num_warps=4, num_stages=tile.num_stages)
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
     assert not serializes_wgmma(compiled, tmp_path)

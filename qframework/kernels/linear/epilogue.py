@@ -69,7 +69,8 @@ def load_columns(
     bias_ptr,
     out_scale_ptr,
     zero_point_ptr,
-    n,  # columns
+    start,  # the first column
+    n,  # columns behind it: sums with ``start`` would take two registers for each address, kept from tile to tile
     N,
     FORM: tl.constexpr,
 ):
@@ -77,13 +78,14 @@ def load_columns(
 
     What is absent is an unused placeholder.
     """
-    scale = tl.load(b_scale_ptr + n, mask=n < N, other=0.0) if FORM.b_per_channel else tl.load(b_scale_ptr)
+    inside = n < N - start
+    scale = tl.load(b_scale_ptr + start + n, mask=inside, other=0.0) if FORM.b_per_channel else tl.load(b_scale_ptr)
     if FORM.a_scale == "tensor":
         scale *= tl.load(a_scale_ptr)
-    bias = tl.load(bias_ptr + n, mask=n < N, other=0.0) if FORM.has_bias else scale
+    bias = tl.load(bias_ptr + start + n, mask=inside, other=0.0) if FORM.has_bias else scale
     inverse = scale
     if FORM.out_scale == "channel":
-        inverse = _reciprocal(tl.load(out_scale_ptr + n, mask=n < N, other=1.0))
+        inverse = _reciprocal(tl.load(out_scale_ptr + start + n, mask=inside, other=1.0))
     elif FORM.out_scale == "tensor":
         inverse = _reciprocal(tl.load(out_scale_ptr))
     if _is_folded(FORM):

@@ -72,7 +72,10 @@ def _int8_linear_few_rows_kernel(
     m = tl.arange(0, BLOCK_M)
     if PARTS == 1:  # hides the latency of these loads
         rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
-        columns = load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE)
+        each = tl.arange(0, BLOCK_N)
+        columns = load_columns(
+            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, each, N, EPILOGUE
+        )
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + first + m.to(tl.int64)[:, None] * stride_am + k[None, :]
     b_ptrs = b_rows[None, :] + first + k[:, None]
@@ -121,9 +124,13 @@ def _add_parts_kernel(
     """out = epilogue(sum of the parts). Grid (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), one tile per program."""
     wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start_n = tl.program_id(1) * BLOCK_N
+    each = tl.arange(0, BLOCK_N)
+    n = start_n + each
     rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
-    columns = load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE)
+    columns = load_columns(
+        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, each, N, EPILOGUE
+    )
     sums = parts_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)

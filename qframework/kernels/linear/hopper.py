@@ -7,7 +7,7 @@ this module the epilogue and the start of all warps. Warpgroups share the work i
 - pingpong: they alternate between whole tiles, so that one multiplies while the other runs its epilogue. For small K,
   where the epilogue takes as long as the product.
 - cooperative: each computes half of the rows of every tile, which can thus be twice as large and loads fewer bytes per
-  product. For large K. Tiles of 192 rows have three warpgroups with 64 rows each.
+  product. For large K. Tiles of 192 rows have three warpgroups with 64 rows each, those of 256 columns two.
 
 Used where TMA can address operands and result; triton.py handles all other problems.
 """
@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
-from qframework.kernels.linear.hopper_ring import parts, workers
+from qframework.kernels.linear.hopper_ring import (
+    accumulators,
+    columns_of_accumulator,
+    parts,
+    rows_of_worker,
+    side_by_side,
+    workers,
+)
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
@@ -51,17 +58,20 @@ if HAS_GLUON:
         a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = pointers
         residual_desc, out_desc, out_stages, landed = results
         M, N, K, PA, PO = sizes
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FORM.block_n, 32])
+        COLUMNS: gl.constexpr = columns_of_accumulator(FORM.block_n)
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         PINGPONG: gl.constexpr = FORM.pingpong
         HAS_RESIDUAL: gl.constexpr = EPILOGUE.has_residual
-        HALVES: gl.constexpr = 1 if workers(FORM.block_m) == 3 else 2
+        HALVES: gl.constexpr = accumulators(FORM.block_m)
+        DOWN: gl.constexpr = 0 if side_by_side(FORM.block_n) else 64  # from the first accumulator to the second
+        RIGHT: gl.constexpr = COLUMNS if side_by_side(FORM.block_n) else 0
         BUFFERS: gl.constexpr = out_stages.shape[0] // workers(FORM.block_m)
-        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * 64 * HALVES
+        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * rows_of_worker(FORM)
         TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
         # With many tiles, the registers of early loads cost more than late loads, unless those add up to three vectors.
-        EARLY: gl.constexpr = FORM.single or EPILOGUE.out_scale == "channel"
+        EARLY: gl.constexpr = (FORM.single or EPILOGUE.out_scale == "channel") and not side_by_side(FORM.block_n)
         out_dtype: gl.constexpr = out_desc.dtype
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
@@ -72,28 +82,29 @@ if HAS_GLUON:
         for tile in range(first + skipped * by, end, TURNS * by):
             start_m, start_n = place_of(tile, M, N, FORM)
             start_m += FIRST_ROW
-            n = start_n + gl.arange(0, FORM.block_n, layout=of_columns)
+            n = gl.arange(0, COLUMNS, layout=of_columns)
             m_upper = start_m + gl.arange(0, 64, layout=of_rows)
-            m_lower = m_upper + 64
+            m_lower = m_upper + DOWN
             if EARLY:
                 columns = load_columns(
-                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE
+                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE
                 )
                 rows_upper = load_rows(a_scale_ptr, out_scale_ptr, m_upper, M, PA, PO, EPILOGUE)
                 rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m_lower, M, PA, PO, EPILOGUE)
             if HAS_RESIDUAL:  # into the buffers that later hold the result
                 tma.store_wait(0)
-                mbarrier.expect(landed.index(WHO), HALVES * 64 * FORM.block_n * (out_dtype.primitive_bitwidth // 8))
+                mbarrier.expect(landed.index(WHO), HALVES * 64 * COLUMNS * (out_dtype.primitive_bitwidth // 8))
                 for half in gl.static_range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half)
-                    tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
+                    corner = [start_m + half * DOWN, start_n + half * RIGHT]
+                    tma_load(residual_desc, corner, landed.index(WHO), stage)
             upper, lower = multiply(WHO, ring, own_turn, steps, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
 
             if not EARLY:
                 columns = load_columns(
-                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE
+                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE
                 )
             if HAS_RESIDUAL:
                 mbarrier.wait(landed.index(WHO), arrived)
@@ -101,6 +112,18 @@ if HAS_GLUON:
             for half in gl.static_range(HALVES):
                 stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
                 acc = upper if half == 0 else lower
+                if RIGHT * half > 0:
+                    columns = load_columns(
+                        a_scale_ptr,
+                        b_scale_ptr,
+                        bias_ptr,
+                        out_scale_ptr,
+                        zero_point_ptr,
+                        start_n + RIGHT,
+                        n,
+                        N,
+                        EPILOGUE,
+                    )
                 if EARLY:
                     rows = rows_upper if half == 0 else rows_lower
                 else:
@@ -112,7 +135,7 @@ if HAS_GLUON:
                     tma.store_wait(BUFFERS - 1)
                 stage.store(out)
                 fence_async_shared()
-                tma_store(out_desc, [start_m + half * 64, start_n], stage)
+                tma_store(out_desc, [start_m + half * DOWN, start_n + half * RIGHT], stage)
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["M", "PA", "PO"])
@@ -140,7 +163,9 @@ if HAS_GLUON:
         WORKERS: gl.constexpr = workers(FORM.block_m)
         # for results on their way
         BUFFERS: gl.constexpr = 3 if WORKERS == 3 else 4 if FORM.pingpong or EPILOGUE.has_residual else 2
-        out_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, FORM.block_n], out_desc.layout)
+        out_stages = gl.allocate_shared_memory(
+            out_desc.dtype, [BUFFERS, 64, columns_of_accumulator(FORM.block_n)], out_desc.layout
+        )
         landed = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
         if EPILOGUE.has_residual:
             for i in gl.static_range(WORKERS):
@@ -180,7 +205,11 @@ def rows_of_a(block_m: int) -> int:
     return block_m // parts(block_m)
 
 
-ROWS = 64  # of the part of the result that one TMA store writes
+def block_of_result(block_n: int, weights: int = 1) -> tuple[int, int]:
+    """Rows and columns of the result that one TMA store writes, where ``weights`` share the columns of a tile."""
+    return 64, min(block_n, 128) // weights
+
+
 _GLUON_DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 

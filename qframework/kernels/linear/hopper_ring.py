@@ -2,6 +2,11 @@
 
 The loading warp fills the stages with tiles of a and b by TMA. ``ready`` barriers pass a stage to the multiplying
 warpgroups, ``free`` barriers return it. With ``pingpong``, ``turn`` barriers let the warpgroups multiply in turn.
+
+A warpgroup has two accumulators of 64 x 128 in most tiles, one above the other. In tiles of 256 columns they lie side by
+side and share the rows of a, which are read into registers once: wgmma of 256 columns, which Triton does not have for
+INT8. A step of 32 channels then reads 10 KB of shared memory for a warpgroup instead of 12, so that a tile of 128 x 256
+is bound by its products, where one of 256 x 128 waits for shared memory.
 """
 
 from __future__ import annotations
@@ -38,6 +43,30 @@ def parts(block_m):
 def workers(block_m):
     """Multiplying warpgroups."""
     return 3 if block_m == 192 else 2
+
+
+@triton.constexpr_function
+def side_by_side(block_n):
+    """Whether the accumulators of a warpgroup have the same rows, and not the same columns."""
+    return block_n == 256
+
+
+@triton.constexpr_function
+def accumulators(block_m):
+    """Accumulators of a warpgroup."""
+    return 1 if workers(block_m) == 3 else 2
+
+
+@triton.constexpr_function
+def columns_of_accumulator(block_n):
+    """Columns of each, with those of all weights."""
+    return block_n // 2 if side_by_side(block_n) else block_n
+
+
+@triton.constexpr_function
+def rows_of_worker(form):
+    """Rows of a tile that a warpgroup multiplies."""
+    return 64 if side_by_side(form.block_n) else 64 * accumulators(form.block_m)
 
 
 @triton.constexpr_function
@@ -165,13 +194,13 @@ if HAS_GLUON:
         total,  # steps of all tiles before this one
         FORM: gl.constexpr,
     ):
-        """The product of a warpgroup's rows of a tile: two accumulators of 64 rows, the second one 0 if it has 64."""
+        """A warpgroup's part of a tile: two accumulators of 64 rows, or one and 0 where three share the tile."""
         a_stages, b_stages, ready, free, turn = ring
-        BLOCK_N: gl.constexpr = FORM.block_n
         STAGES: gl.constexpr = FORM.stages
         THIRDS: gl.constexpr = workers(FORM.block_m) == 3
         IN_TURN: gl.constexpr = _in_turn(FORM)
-        FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * 128
+        FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * rows_of_worker(FORM)
+        BLOCK_N: gl.constexpr = columns_of_accumulator(FORM.block_n)
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
         if IN_TURN:
             # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
@@ -180,26 +209,39 @@ if HAS_GLUON:
         phase = (total // STAGES) & 1
         upper = gl.zeros((64, BLOCK_N), gl.int32, layout)
         lower = gl.zeros((64, BLOCK_N), gl.int32, layout)
-        for step in range(steps):
-            mbarrier.wait(ready.index(slot), phase)
-            b = b_stages.index(slot).permute((1, 0))
-            # the products of the previous step are done behind each wait
-            if THIRDS:
-                upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
-                upper = warpgroup_mma_wait(1, deps=(upper,))
-            else:
-                a = a_stages.index(slot)
-                upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
-                lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
-                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
-            if step > 0:
-                mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
-            slot, phase = next_stage(slot, phase, STAGES)
+        if side_by_side(FORM.block_n):
+            operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+            b_halves = parts_of_rows(b_stages, 2)
+            for _ in range(steps):
+                mbarrier.wait(ready.index(slot), phase)
+                a = a_stages.index(slot).slice(FIRST_ROW, 64).load(operand)
+                upper = warpgroup_mma(a, b_halves.index(slot * 2).permute((1, 0)), upper, is_async=True)
+                lower = warpgroup_mma(a, b_halves.index(slot * 2 + 1).permute((1, 0)), lower, is_async=True)
+                upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))  # beside the other warpgroup's products
+                mbarrier.arrive(free.index(slot), count=1)
+                slot, phase = next_stage(slot, phase, STAGES)
+        else:
+            for step in range(steps):
+                mbarrier.wait(ready.index(slot), phase)
+                b = b_stages.index(slot).permute((1, 0))
+                # the products of the previous step are done behind each wait
+                if THIRDS:
+                    upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
+                    upper = warpgroup_mma_wait(1, deps=(upper,))
+                else:
+                    a = a_stages.index(slot)
+                    upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
+                    lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
+                    upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
+                if step > 0:
+                    mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+                slot, phase = next_stage(slot, phase, STAGES)
         if IN_TURN:
             mbarrier.arrive(turn.index(1 - WHO), count=1)
         if THIRDS:
             upper = warpgroup_mma_wait(0, deps=(upper,))
-        else:
+        elif not side_by_side(FORM.block_n):
             upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
-        mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        if not side_by_side(FORM.block_n):
+            mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
         return upper, lower

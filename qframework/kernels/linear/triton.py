@@ -123,7 +123,10 @@ def tile_of_out(
     n = start_n + tl.arange(0, BLOCK_N)
     if EARLY:
         rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
-        columns = load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE)
+        each = tl.arange(0, BLOCK_N)
+        columns = load_columns(
+            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, each, N, EPILOGUE
+        )
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     if TMA:
         for start in range(0, K, BLOCK_K):
@@ -154,9 +157,13 @@ def tile_of_out(
     if not EARLY:
         rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
     for part in tl.static_range(SUBTILES):
-        n = start_n + part * width + tl.arange(0, width)
+        start = start_n + part * width
+        each = tl.arange(0, width)
+        n = start + each
         if not EARLY:
-            columns = load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N, EPILOGUE)
+            columns = load_columns(
+                a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start, each, N, EPILOGUE
+            )
         inside = (m < M)[:, None] & (n < N)[None, :]
         residual = columns[0]
         if EPILOGUE.has_residual:
