@@ -98,6 +98,7 @@ def forget_assertions(lowering: Lowering) -> None:
 LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
     on_graph(erase_inactive_dropouts),
+    on_graph(write_out_of_place),
     on_graph(read_parts),
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),

@@ -241,6 +241,9 @@ class Logits:
             if _number(fill) is None:
                 x, fill, seen = fill, x, True
         logits, fill = cls.trace(x, factor), _number(fill)
+        if operation(mask) == "expand_as" and argument(mask, 1, "other") is x and users(mask) == [node]:
+            logits.nodes.append(mask)
+            mask = argument(mask, 0, "input", "self")  # broadcasts as well
         if fill is None or factor * fill > NO_WEIGHT or shape_of(x) != shape_of(node):
             raise Refused(f"its logits must be filled with a number below {NO_WEIGHT:.0f}, got {node.name}")
         logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=seen))

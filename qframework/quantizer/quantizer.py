@@ -16,6 +16,7 @@ from qframework.errors import UnsupportedError
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_products import expand_exported_products
 from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
+from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.read_after_writes import read_after_writes
 from qframework.graph.replace_attention import name_shapes
 from qframework.graph.scalar_constants import write_out_scalars
@@ -240,6 +241,7 @@ class QFrameworkQuantizer(Quantizer):
         return config
 
     def _transform_attentions(self, model: GraphModule) -> None:
+        write_out_of_place(model)
         name_shapes(model)
         expand_einsum(model)
         for node in list(model.graph.nodes):
