@@ -9,15 +9,16 @@ To::
 
     a -> masked_fill(a, mask, low) -> softmax -> ...
 
-The search for attention recognises steps with a result: XLM writes its mask into the logits. A write also keeps a block
-from being compiled once for all of its repetitions: in DeBERTa, ``score += p2c_att / scale``.
+The search for attention recognises steps with a result: XLM writes its mask into the logits, MViTv2 replaces them. A
+write also keeps a block from being compiled once for all of its repetitions: in DeBERTa, ``score += p2c_att / scale``.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +26,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat.dispatch import set_grad_enabled
-from qframework.compat.dynamo import recorded_value
+from qframework.compat.dynamo import recorded_value, value_key
 from qframework.compat.operators import OpOverload, schema
-from qframework.graph.nodes import why_not_plain
-from qframework.graph.shapes import traced_size
+from qframework.graph.nodes import fake_value, operation, why_not_plain
+from qframework.graph.shapes import same, same_shape, traced_size
 from qframework.graph.writes import storages
 
 aten = torch.ops.aten
@@ -45,26 +46,89 @@ _OF_ELEMENTS = {"add", "sub", "mul", "div", "neg", "exp", "pow", "sqrt", "rsqrt"
 _OF_ELEMENTS |= {"clamp", "clamp_min", "clamp_max", "masked_fill", "nan_to_num", "tril", "triu"}
 
 
+class _Call(NamedTuple):
+    """What computes a result of its own."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def write_out_of_place(gm: GraphModule) -> None:
     """Replace arithmetic in place, in place itself and without recompiling, where the graph computes the same."""
+    _read_whole_tensors(gm)
     memory = _Memory(gm)
     switches_gradients = any(node.target is set_grad_enabled for node in gm.graph.nodes)
     for node in list(gm.graph.nodes):
-        if (target := _with_a_result(node)) is None:
+        if (call := _with_a_result(node)) is None:
             continue
         written = node.args[0]
-        if not isinstance(written, Node) or memory.is_seen(written, node) or not _computes_the_same(node, target):
+        if not isinstance(written, Node) or memory.is_seen(written, node) or not _computes_the_same(written, call):
             continue
-        if switches_gradients and recorded_value(written).requires_grad:
+        value = recorded_value(written)
+        if switches_gradients and value.requires_grad:
             continue  # what a scope without gradients writes has one
-        node.op, node.target = "call_function", target
+        node.op, node.target, node.args, node.kwargs = "call_function", *call
+        node.meta.setdefault(value_key(written), value)
         memory.let_read_after(written, node)
 
 
-def _with_a_result(node: Node) -> Any:
-    """What computes a result of its own from the arguments of an operation in place; None for any other node."""
+def _read_whole_tensors(gm: GraphModule) -> None:
+    """Let what reads a slice of all elements, ``x[:, 0:]``, read the tensor."""
+    for node in list(gm.graph.nodes):
+        source = node.args[0] if operation(node) in ("slice", "getitem") else None
+        if not isinstance(source, Node) or any(user.op == "output" for user in node.users):
+            continue
+        if _same_elements(node, source):
+            node.replace_all_uses_with(source)
+            gm.graph.erase_node(node)
+
+
+def _same_elements(node: Node, source: Node) -> bool:
+    part, whole = fake_value(node), fake_value(source)
+    if part is None or whole is None or why_not_plain(part) or why_not_plain(whole):
+        return False
+    if not (own := storages(node)) or own != storages(source):
+        return False
+    alike = same_shape(part.shape, whole.shape) and all(map(same, part.stride(), whole.stride()))
+    return alike and same(part.storage_offset(), whole.storage_offset())
+
+
+def _with_a_result(node: Node) -> _Call | None:
+    """What computes the result of an operation in place; None for any other node."""
     if node.op not in ("call_function", "call_method"):
         return None
+    if (given := _replacement(node)) is not None:
+        return _Call(torch.clone, (given,), {"memory_format": torch.contiguous_format})
+    target = _arithmetic(node)
+    return None if target is None else _Call(target, node.args, node.kwargs)
+
+
+def _replacement(node: Node) -> Node | None:
+    """``y`` of ``x[:] = y`` and ``x.copy_(y)`` for tensors alike; None for any other node."""
+    if node.target is operator.setitem:
+        x, index, y = node.args
+        if not all(_is_everything(each) for each in (index if isinstance(index, tuple) else (index,))):
+            return None
+    elif node.target in ("copy_", aten.copy_.default):
+        x, y = node.args[:2]
+    else:
+        return None
+    if not isinstance(x, Node) or not isinstance(y, Node):
+        return None
+    old, new = fake_value(x), fake_value(y)
+    if old is None or new is None:
+        return None
+    return y if old.dtype == new.dtype and old.device == new.device and same_shape(old.shape, new.shape) else None
+
+
+def _is_everything(index: Any) -> bool:
+    whole = isinstance(index, slice) and index.start in (None, 0) and index.stop is None and index.step in (None, 1)
+    return whole or index is Ellipsis
+
+
+def _arithmetic(node: Node) -> Any:
+    """The operation that has a result for one in place; None for any other node."""
     if isinstance(node.target, OpOverload):
         space, _, name = schema(node.target).name.partition("::")
         known = space == "aten" and name.endswith("_") and name[:-1] in _OF_ELEMENTS
@@ -85,8 +149,8 @@ class _Memory:
         self._anywhere: list[Node] = []  # unknown
         for place, node in enumerate(gm.graph.nodes):
             self._place[node] = place
-            if node.op == "output":
-                continue
+            if node.op == "output" or node.target is operator.setitem:
+                continue  # nothing that others read
             for each in storages(node) or ():
                 self._sharing[each].append(node)
             if storages(node) is None:
@@ -112,12 +176,12 @@ class _Memory:
         return [user for user in node.users if self._place[user] > self._place[write]]
 
 
-def _computes_the_same(node: Node, target: Any) -> bool:
-    """Whether ``target`` gives a tensor like that which the node wrote: its dtype, shape and strides."""
-    wanted = recorded_value(node)
+def _computes_the_same(written: Node, call: _Call) -> bool:
+    """Whether the call gives a tensor like that which is written: its dtype, shape and strides."""
+    wanted = recorded_value(written)
     try:
-        args, kwargs = map_arg((node.args, node.kwargs), _on_meta)
-        found = target(*args, **kwargs)
+        args, kwargs = map_arg((call.args, call.kwargs), _on_meta)
+        found = call.target(*args, **kwargs)
     except (TypeError, RuntimeError):  # something else than tensors and numbers
         return False
     return isinstance(wanted, Tensor) and _layout(found) == _layout(wanted)

@@ -125,9 +125,42 @@ def without_gradients(x, y):
     return (score * 3,)
 
 
+def replaced(x, y):
+    """As MViTv2 adds its relative positions."""
+    score = x @ y
+    score[:, 0:] = (score[:, 0:].view(2, 2, 4) + y.view(2, 2, 4)).view(4, 4)
+    copied = y * 2
+    copied[...] = score
+    copied += 1
+    return score.softmax(-1), copied
+
+
+def copied_into_another_order(x, y):
+    score = (x @ y).t()
+    score.copy_(y)
+    return (score + x,)
+
+
+def copied_into_a_part(x, y):
+    score = x @ y
+    score[:, 1:] = y[:, 1:]
+    return (score + x,)
+
+
+def copied_after_a_part_was_kept(x, y):
+    score = x @ y
+    whole = score[:]
+    score.copy_(y)
+    return (whole + x,)
+
+
 @pytest.mark.parametrize(
     ("function", "writes"),
     [
+        (replaced, 0),
+        (copied_into_another_order, 1),
+        (copied_into_a_part, 1),
+        (copied_after_a_part_was_kept, 0),
         (without_reading_the_result, 1),
         (to_what_was_read_by_a_view_before, 0),
         (to_rows_then_to_all, 2),
