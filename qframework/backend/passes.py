@@ -35,6 +35,7 @@ from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.causal_masks import use_causal_flag
 from qframework.graph.dense_masks import make_masks_dense
+from qframework.graph.einsum_linears import expand_einsum_linears
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
@@ -61,6 +62,7 @@ def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
 def expand_weighted_products(lowering: Lowering) -> None:
     """Make products with a parameter linears, where linears are quantized."""
     if lowering.options.linear != "off":
+        expand_einsum_linears(lowering.gm, lowering.constants.value)
         expand_products(lowering.gm, lowering.constants.value)
 
 
