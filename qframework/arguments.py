@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 import torch
 
-from qframework.errors import CalibrationError, QFrameworkError
+from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 
 def described(value: object) -> str:
@@ -23,6 +26,27 @@ def check_module(value: object, argument: str) -> None:
         raise QFrameworkError(f"{argument} must be an nn.Module, got an ExportedProgram. Pass its .module()")
     if not isinstance(value, torch.nn.Module):
         raise QFrameworkError(f"{argument} must be an nn.Module, got {described(value)}")
+
+
+def check_in_eval_mode(model: torch.nn.Module, argument: str) -> None:
+    """Raise UnsupportedError if ``model`` is in training mode, and log the modules in it that are.
+
+    Dropout that stays on while all else is in eval mode may be meant (Monte Carlo dropout), so it is no error.
+    """
+    if model.training:
+        raise UnsupportedError(f"{argument} must be in eval mode, got a model in training mode. Call model.eval()")
+    training: list[str] = []
+    for name, module in model.named_modules():
+        if module.training and not name.startswith(tuple(f"{outer}." for outer in training)):
+            training.append(name)
+    if training:
+        logger.warning(
+            "qframework: %s has modules in training mode, whose dropout and batch norms act as in training: %s%s. Call "
+            "model.eval() unless that is meant",
+            argument,
+            ", ".join(f"{name!r} ({type(model.get_submodule(name)).__name__})" for name in training[:3]),
+            f" and {len(training) - 3} more" if len(training) > 3 else "",
+        )
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -120,23 +120,27 @@ def why_float(lowering: Lowering, linear: Node) -> WhyFloat | None:
     assert call is not None
     if options.linear != "int8_dynamic":
         return WhyFloat("the options leave float layers in float", False)
-    x, (parameter, _) = fake_value(call.input), _parameter(call.weight)
-    if reason := _reason_against(linear, call, lowering.constants.value(parameter)) or _reason_of_product(x):
+    x, (parameter, read) = fake_value(call.input), _parameter(call.weight)
+    value = lowering.constants.value(parameter)
+    if reason := _reason_against(linear, call, None if value is None else read(value)) or _reason_of_product(x):
         return WhyFloat(reason, True)
     if not options.freeze_weights and (reason := _reason_of_rows(call)):
         return WhyFloat(reason, False)
-    matrix = parameter if operation(call.weight) == "t" else call.weight
-    reason = why_too_small(call.input, matrix, True) or _reason_of_quantization(call, fake_value(linear))
+    reason = why_too_small(call.input, call.weight, True) or _reason_of_quantization(call, fake_value(linear))
     reason = reason or reason_of_few_rows(linear, options.freeze_weights)
     return WhyFloat(reason, False) if reason else None
 
 
 def _parameter(weight: Node) -> tuple[Node, Callable[[Tensor], Tensor]]:
-    """What a weight is read from, and how: the parameter itself, its transpose (expand_products.py) or some rows."""
-    if operation(weight) == "t":
-        parameter = weight.args[0]
-        assert isinstance(parameter, Node)
-        return parameter, torch.t
+    """What a weight is read from, and how: the parameter itself, its transpose (expand_products.py) or some rows.
+
+    Or the parameter as a matrix (einsum_linears.py).
+    """
+    if operation(weight) in ("t", "reshape"):
+        inner, *shape = weight.args
+        assert isinstance(inner, Node)
+        parameter, read = _parameter(inner)
+        return parameter, lambda value: read(value).reshape(*shape) if shape else read(value).t()  # type: ignore
     rows = rows_of(weight)
     return (weight, lambda value: value) if rows is None else (rows.source, lambda value: value[rows.start : rows.stop])
 

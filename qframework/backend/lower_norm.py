@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.keep_quantize import has_many_rows, is_per_token, is_written_by_int8_linear
 from qframework.backend.lowering import Lowering
-from qframework.graph.nodes import RESHAPES, argument, fake_value, linear_call, needs_gradient, operation
+from qframework.graph.nodes import RESHAPES, argument, fake_value, fixed_number, linear_call, needs_gradient, operation
 from qframework.graph.norms import NormCall, norm_call
 from qframework.graph.shapes import same_shape
 from qframework.graph.writes import written_between
@@ -146,7 +146,7 @@ def _replace(gm: GraphModule, node: Node, operator: Any, arguments: tuple[Any, .
 
 def norm_arguments(norm: NormCall) -> tuple[Any, ...]:
     """The first arguments of ``norm``, ``norm_quantize`` and ``norm_dynamic_quantize``."""
-    return (norm.input, norm.weight, norm.bias, norm.eps, norm.center, norm.offset)
+    return (norm.input, norm.weight, norm.bias, fixed_number(norm.eps), norm.center, norm.offset)
 
 
 def is_written(norm: NormCall, end: Node, *others: Node) -> bool:

@@ -35,6 +35,7 @@ from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.causal_masks import use_causal_flag
 from qframework.graph.dense_masks import make_masks_dense
+from qframework.graph.einsum_linears import expand_einsum_linears
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
@@ -61,6 +62,7 @@ def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
 def expand_weighted_products(lowering: Lowering) -> None:
     """Make products with a parameter linears, where linears are quantized."""
     if lowering.options.linear != "off":
+        expand_einsum_linears(lowering.gm, lowering.constants.value)
         expand_products(lowering.gm, lowering.constants.value)
 
 
@@ -98,6 +100,7 @@ def forget_assertions(lowering: Lowering) -> None:
 LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
     on_graph(erase_inactive_dropouts),
+    on_graph(write_out_of_place),
     on_graph(read_parts),
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),

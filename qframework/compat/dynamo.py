@@ -5,6 +5,7 @@ The keys of a node's ``meta`` are Dynamo's own. ``check_hints`` warns once if a 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +72,11 @@ def source_name(node: Node) -> str | None:
     """An input's source in the user's code, ``L['self']._modules['fc1']._parameters['weight']``; None if unknown."""
     source = _source(node)
     return None if source is None else source.name
+
+
+def is_attribute(node: Node) -> bool:
+    """Whether an input is an attribute of an object, ``L['self'].scale``; False for arguments and unknown sources."""
+    return "." in re.sub(r"'[^']*'", "", source_name(node) or "")
 
 
 @explained()

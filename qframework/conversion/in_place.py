@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 
-from qframework.arguments import check_module, described
+from qframework.arguments import check_in_eval_mode, check_module, described
 from qframework.compat.dynamo import is_compiled
 from qframework.compat.modules import has_hooks
 from qframework.conversion.input_scales import input_scales
@@ -149,8 +149,8 @@ def _check(model: nn.Module, config: LinearConfig, calibration_data: object, fil
         )
     if config.activation.dynamic and calibration_data is not None:
         raise UnsupportedError("quantize_: calibration_data must be None for a dynamic configuration, which needs none")
-    if not config.activation.dynamic and model.training:
-        raise UnsupportedError("quantize_: model must be in eval mode for static scales. Call model.eval()")
+    if not config.activation.dynamic:
+        check_in_eval_mode(model, "quantize_: model")
 
 
 # Layer by layer, for loaders that quantize each weight when they have read it -----------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from qframework.arguments import as_call, check_module, described
+from qframework.arguments import as_call, check_in_eval_mode, check_module, described
 from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
 from qframework.compat.operators import OpOverload
@@ -82,8 +82,7 @@ def quantize(
         )
     if is_compiled(model):
         raise UnsupportedError("quantize: model must not be compiled. Pass the model given to torch.compile")
-    if model.training:
-        raise UnsupportedError("quantize: model must be in eval mode, got a model in training mode. Call model.eval()")
+    check_in_eval_mode(model, "quantize: model")
     chosen = _recipe(recipe)
     quantizer = _quantizer(config)
     if calibration_data is None and (chosen is not None or quantizer.needs_calibration):

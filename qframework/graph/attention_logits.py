@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -21,18 +21,26 @@ from qframework.graph.attention_call import (
     product_operands,
     shape_of,
 )
-from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, users
+from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, traced_number, users
 from qframework.graph.shapes import same, same_shape
 
 
-def unscaled(node: Node) -> tuple[Node, float, Node | None]:
-    """``x``, ``s`` and the node that reads x for ``x * s`` with a number s; ``(node, 1, None)`` for any other node."""
+class Unscaled(NamedTuple):
+    """``x * factor`` with a number; ``steps`` are the nodes that multiply, the first one reads ``x``."""
+
+    x: Node
+    factor: float = 1.0
+    steps: tuple[Node, ...] = ()
+
+
+def unscaled(node: Node) -> Unscaled:
+    """``x`` of ``x * s`` with a number s; the node itself for any other node."""
     x, factor = _scaled(node) or (node, 1.0)
     before, after = fake_value(x), fake_value(node)
     if x is node or not isinstance(factor, float) or before is None or after is None or before.dtype != after.dtype:
-        return node, 1.0, None
-    inner, more, reader = unscaled(x)
-    return inner, factor * more, reader or node
+        return Unscaled(node)
+    inner, more, steps = unscaled(x)
+    return Unscaled(inner, factor * more, (*steps, node))
 
 
 def _scaled(node: Node) -> tuple[Node, float | Node] | None:
@@ -40,12 +48,17 @@ def _scaled(node: Node) -> tuple[Node, float | Node] | None:
     name = operation(node)
     if name not in ("mul", "div") or argument(node, 2, "rounding_mode") is not None:
         return None
-    x, y = argument(node, 0, "input", "self"), argument(node, 1, "other")
+    x, y = _operands(node)
     if name == "mul" and not isinstance(x, Node):
         x, y = y, x
     if isinstance(x, Node) and isinstance(y, (int, float)) and y != 0:
         return x, 1.0 / y if name == "div" else float(y)
     return (x, y) if isinstance(x, Node) and isinstance(y, Node) else None
+
+
+def _operands(node: Node) -> tuple[Any, Any]:
+    """Both operands of arithmetic, as numbers where they are inputs of the graph that are numbers."""
+    return traced_number(argument(node, 0, "input", "self")), traced_number(argument(node, 1, "other"))
 
 
 @dataclass
@@ -97,7 +110,9 @@ class Logits:
         if operation(node) != "baddbmm":
             return None
         x, a, b = (argument(node, i, *names) for i, names in enumerate((("input", "self"), ("batch1",), ("batch2",))))
-        beta, alpha = argument(node, 3, "beta", default=1), argument(node, 4, "alpha", default=1)
+        beta, alpha = (traced_number(argument(node, i, name, default=1)) for i, name in ((3, "beta"), (4, "alpha")))
+        if isinstance(beta, Node) or isinstance(alpha, Node):
+            return None
         logits = cls(a, b, shape_of(node), factor * alpha, [])
         if beta != 0:
             logits.summands.append(Summand(x, shape_of(node), factor * beta))
@@ -114,7 +129,7 @@ class Logits:
         """``x - x.amax(-1, keepdim=True)``, which a softmax does not depend on."""
         if operation(node) != "sub" or argument(node, 2, "alpha", default=1) != 1:
             return None
-        x, subtracted = argument(node, 0, "input", "self"), argument(node, 1, "other")
+        x, subtracted = _operands(node)
         if not isinstance(x, Node) or not isinstance(subtracted, Node):
             return None
         own = [subtracted, *subtracted.all_input_nodes] if operation(subtracted) == "getitem" else [subtracted]
@@ -177,7 +192,7 @@ class Logits:
     def _sum(cls, node: Node, factor: float) -> Logits | None:
         if operation(node) != "add" or argument(node, 2, "alpha", default=1) != 1:
             return None
-        x, y = argument(node, 0, "input", "self"), argument(node, 1, "other")
+        x, y = _operands(node)
         if isinstance(x, (int, float)) or isinstance(y, (int, float)):
             logits = cls.trace(y if isinstance(x, (int, float)) else x, factor)
             logits.shifted = True
@@ -200,7 +215,7 @@ class Logits:
         """``x - penalty``, as Funnel hides keys."""
         if operation(node) != "sub" or argument(node, 2, "alpha", default=1) != 1:
             return None
-        x, penalty = argument(node, 0, "input", "self"), argument(node, 1, "other")
+        x, penalty = _operands(node)
         if not isinstance(x, Node) or shape_of(x) != shape_of(node):
             return None
         if isinstance(penalty, Node) and fake_value(penalty) is None:
@@ -226,6 +241,9 @@ class Logits:
             if _number(fill) is None:
                 x, fill, seen = fill, x, True
         logits, fill = cls.trace(x, factor), _number(fill)
+        if operation(mask) == "expand_as" and argument(mask, 1, "other") is x and users(mask) == [node]:
+            logits.nodes.append(mask)
+            mask = argument(mask, 0, "input", "self")  # broadcasts as well
         if fill is None or factor * fill > NO_WEIGHT or shape_of(x) != shape_of(node):
             raise Refused(f"its logits must be filled with a number below {NO_WEIGHT:.0f}, got {node.name}")
         logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=seen))
@@ -236,6 +254,7 @@ def _number(value: Any) -> float | None:
     """A number, which the graph may hold as a tensor."""
     if isinstance(value, Node) and operation(value) in ("full", "scalar_tensor", "tensor"):
         value = value.args[-1] if shape_of(value) == () else None
+    value = traced_number(value)
     return float(value) if isinstance(value, (int, float)) else None
 
 

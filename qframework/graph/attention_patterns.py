@@ -30,7 +30,7 @@ from qframework.graph.attention_call import (
     shape_of,
 )
 from qframework.graph.attention_logits import Logits, unscaled
-from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, known_number, operation, users
+from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, traced_number, users
 from qframework.graph.selections import Selection, keeps_dimension, selection
 from qframework.graph.shapes import same
 
@@ -48,7 +48,7 @@ def sdpa_call(node: Node) -> AttentionCall | None:
     query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
     mask = argument(node, 3, "attn_mask")
     dropout_p, is_causal = argument(node, 4, "dropout_p", default=0.0), argument(node, 5, "is_causal", default=False)
-    scale, enable_gqa = known_number(argument(node, 6, "scale")), argument(node, 7, "enable_gqa", default=False)
+    scale, enable_gqa = traced_number(argument(node, 6, "scale")), argument(node, 7, "enable_gqa", default=False)
     if dropout_p != 0.0:
         raise Refused(f"its dropout_p must be 0, got {dropout_p}")
     for name, given in (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa)):
@@ -112,14 +112,14 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
     own = {*logits.nodes, *weights}
     for node in (*logits.nodes, *weights):
         _require_private(node, own)
-    (query, query_factor, query_reader), (key, key_factor, key_reader) = unscaled(logits.a), unscaled(logits.b)
+    query, key = unscaled(logits.a), unscaled(logits.b)
     value = argument(end, 1, "other", "mat2")
     return AttentionCall(
-        end, query, key, value, logits.shape, shape_of(weights[-1]), key_is_transposed=True,
-        enable_gqa=share_one_head(query, key, value), summands=logits.summands, row_factors=logits.row_factors,
-        scale=logits.factor * query_factor * key_factor, between=[*logits.nodes, *weights, end],
+        end, query.x, key.x, value, logits.shape, shape_of(weights[-1]), key_is_transposed=True,
+        enable_gqa=share_one_head(query.x, key.x, value), summands=logits.summands, row_factors=logits.row_factors,
+        scale=logits.factor * query.factor * key.factor, between=[*logits.nodes, *weights, end],
         sinks=logits.sinks,
-        first=min(reader for reader in (query_reader, key_reader, logits.nodes[0]) if reader is not None),
+        first=min((*query.steps, *key.steps, logits.nodes[0])), scaling=[*query.steps, *key.steps],
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from qframework.compat.dispatch import (
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
 )
-from qframework.compat.dynamo import is_static_input, recorded_value, source_name, value_key
+from qframework.compat.dynamo import is_attribute, is_static_input, recorded_value, source_name, value_key
 from qframework.compat.modules import SPACES
 from qframework.compat.operators import ASSERT_METADATA, BUILT_INS, OpOverload, schema
 from qframework.numerics import FLOAT_DTYPES
@@ -113,15 +113,41 @@ def argument(node: Node, index: int, *names: str, default: Any = None) -> Any:
     return next((node.kwargs[name] for name in names if name in node.kwargs), default)
 
 
-def known_number(given: Any) -> Any:
-    """The number behind a node, if tracing fixed it; anything else as it is.
+def traced_number(given: Any) -> Any:
+    """The number behind a node if tracing fixed it or an attribute has it; anything else as it is.
 
-    With ``dynamic=True``, a float attribute of a module is an input of the graph. Where an operation needed the number
-    itself, a guard already compiles the model anew for another one.
+    With ``dynamic=True``, a float attribute of a module is an input of the graph. A pass that writes the number into
+    the graph needs ``fixed_number``. Arguments and sizes, which vary from call to call, stay nodes.
     """
     value = recorded_value(given) if isinstance(given, Node) else None
-    known = value.node.maybe_as_float() if isinstance(value, torch.SymFloat) else None
-    return given if known is None else known
+    if not isinstance(value, torch.SymFloat):
+        return given
+    number = value.node.maybe_as_float()
+    if number is None and _depends_on_attributes(given) and isinstance(value.node.hint, (int, float)):
+        number = float(value.node.hint)
+    return given if number is None else number
+
+
+def fixed_number(given: Any) -> Any:
+    """The same, and Dynamo compiles the model anew for another number."""
+    number = traced_number(given)
+    if number is not given:
+        float(recorded_value(given))  # adds the guard
+    return number
+
+
+def _depends_on_attributes(node: Node) -> bool:
+    """Whether nothing but attributes in the user's code determines a node."""
+    if node.op == "placeholder":
+        return isinstance(recorded_value(node), Tensor) and is_attribute(node)  # a tensor holds a float, not a size
+    return bool(node.all_input_nodes) and all(map(_depends_on_attributes, node.all_input_nodes))
+
+
+def fix_numbers(nodes: Iterable[Node]) -> None:
+    """Fix the numbers that these nodes read as inputs of the graph."""
+    for node in nodes:
+        for each in node.all_input_nodes:
+            fixed_number(each)
 
 
 def linear_call(node: Node) -> LinearCall | None:

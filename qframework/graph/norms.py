@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.graph.nodes import CASTS, argument, fake_value, operation
+from qframework.graph.nodes import CASTS, argument, fake_value, operation, traced_number
 from qframework.graph.writes import writes_in_place
 
 
@@ -18,7 +18,7 @@ class NormCall(NamedTuple):
     input: Node
     weight: Node | None
     bias: Node | None
-    eps: float
+    eps: float | Node  # a node for a number that dynamic shapes make an input of the graph
     center: bool
     offset: float = 0.0
 
@@ -65,13 +65,13 @@ def _factors(node: Node) -> Iterator[tuple[Node, Node]]:
         yield second, first
 
 
-def _eps_of(root: Node, x: Node) -> float | None:
+def _eps_of(root: Node, x: Node) -> float | Node | None:
     """The eps of ``rsqrt(mean(x ** 2) + eps)``; None for any other node."""
     total = root.args[0] if operation(root) == "rsqrt" else None
     if not isinstance(total, Node) or operation(total) != "add":
         return None
     mean, eps = argument(total, 0, "input"), argument(total, 1, "other")
-    if not (isinstance(mean, Node) and isinstance(eps, float)) or operation(mean) != "mean":
+    if not (isinstance(mean, Node) and isinstance(traced_number(eps), float)) or operation(mean) != "mean":
         return None
     dims, keeps = argument(mean, 1, "dim"), argument(mean, 2, "keepdim", default=False)
     squares = argument(mean, 0, "input")

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_call import AttentionCall, Refused
-from qframework.graph.nodes import argument, fake_value, is_assertion, operation, why_not_plain
+from qframework.graph.nodes import argument, fake_value, fix_numbers, is_assertion, operation, why_not_plain
 from qframework.graph.write_attention import AttentionWriter, cannot_be_viewed
 from qframework.graph.writes import writes_in_place, written_between
 from qframework.numerics import FLOAT_DTYPES
@@ -46,6 +46,7 @@ def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[Att
     except (Refused, QFrameworkError):
         writer.undo()
         raise
+    fix_numbers([*call.scaling, *call.between])
     if cannot_be_viewed(call.end, new):
         new = writer.in_memory_order_of(call.end, new)
     call.end.replace_all_uses_with(new)

@@ -66,14 +66,15 @@ class AttentionWriter:
         """The node of ``aten.scaled_dot_product_attention``, in the shape and dtype of ``call.end``.
 
         Raises:
-            Refused: an operand cannot be brought to the operator's shape, or relative positions are not a bias.
+            Refused: an operand cannot be brought to the operator's shape.
         """
         if self._call.sinks is not None:
             raise Refused("it has sinks, which scaled_dot_product_attention does not take. Use a variant")
-        if self._grid_summands:
-            raise Refused("its relative positions must be a bias for exact attention, got summands in grid shape")
         call, (query, key, value) = self._call, self._query_key_value()
-        mask = self._mask(call.summands)
+        mask = self._mask([summand for summand in call.summands if summand not in self._grid_summands])
+        if self._grid_summands:
+            bias = self._grid_bias()
+            mask = bias if mask is None else self._with_bias(mask, bias)
         if mask is not None and _fake(mask).dtype != torch.bool:
             mask = self._cast_mask(mask, _fake(query).dtype)
         arguments = {"scale": call.scale, "enable_gqa": call.enable_gqa}
@@ -216,6 +217,35 @@ class AttentionWriter:
         shapes = ", ".join(str(tuple(shape_of(value))) for value, _ in values)
         raise Refused(f"summands of its logits must be relative heights and widths, got shapes {shapes}")
 
+    def _grid_bias(self) -> Node:
+        """The summands of ``logits.view(..., qh, qw, kh, kw)`` as a bias ``(..., Nq, Nk)``."""
+        total = None
+        for summand in self._grid_summands:
+            if summand.fill is not None:
+                raise Refused("its mask must have the shape of its logits, got one in the shape of a grid")
+            term = self._times(summand.value, summand.factor)
+            total = term if total is None else self.add(aten.add.Tensor, total, term)
+        assert total is not None
+        grid = self._grid_summands[0].shape[-4:]
+        if not same_shape(shape_of(total)[-4:], grid):
+            total = self.add(aten.expand.default, total, [*[-1] * (len(shape_of(total)) - 4), *grid])
+        for last in (-2, -3):
+            total = self.add(aten.flatten.using_ints, total, last, last + 1)
+        return self._as_fine(total)
+
+    def _with_bias(self, mask: Node, bias: Node) -> Node:
+        """A mask, which hides keys where it is False if it is bool, and a bias."""
+        if _fake(mask).dtype != torch.bool:
+            return self.add(aten.add.Tensor, mask, bias)
+        return self.add(aten.masked_fill.Scalar, bias, self.add(aten.logical_not.default, mask), -math.inf)
+
+    def _as_fine(self, node: Node) -> Node:
+        """An operand of grid shape whose leading dimensions are split or merged as the logits' are."""
+        lead, fine = len(shape_of(node)), len(self._fine)
+        if 2 < lead < fine:
+            return self._split_first(node)
+        return self.add(aten.flatten.using_ints, node, 0, 1) if lead > fine else node
+
     def _fits(self, found: RelativePositions) -> bool:
         """Whether the factors' leading dimensions fit the logits', split or merged, and nothing overwrites them."""
         lead, fine = shape_of(found.h)[:-4], self._fine[:-2]
@@ -228,11 +258,7 @@ class AttentionWriter:
         pair = []
         for node, constant in ((found.h, -1), (found.w, -2)):
             node = self.add(aten.squeeze.dim, node, constant)
-            node = self.add(aten.flatten.using_ints, node, -3, -2)
-            if len(shape_of(node)) < len(self._fine):
-                node = self._split_first(node)
-            elif len(shape_of(node)) > len(self._fine):
-                node = self.add(aten.flatten.using_ints, node, 0, 1)
+            node = self._as_fine(self.add(aten.flatten.using_ints, node, -3, -2))
             pair.append(self._times(node, found.factor))
         return pair[0], pair[1]
 

@@ -13,9 +13,11 @@ from torch.fx import GraphModule, Node
 from qframework.arguments import described
 from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quantizer
 from qframework.errors import UnsupportedError
+from qframework.graph.einsum_linears import expand_exported_einsum_linears
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_products import expand_exported_products
 from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
+from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.read_after_writes import read_after_writes
 from qframework.graph.replace_attention import name_shapes
 from qframework.graph.scalar_constants import write_out_scalars
@@ -159,9 +161,9 @@ class QFrameworkQuantizer(Quantizer):
         """Rewrite every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
         Layers inside ``torch.no_grad()`` become part of the graph. Products with a parameter, such as transformers'
-        ``Conv1D``, become linears, if a rule configures linears. Linears that read some rows of a parameter get a
-        weight of their own. Layers read inputs behind all writes in place. Numbers that export kept as tensors are
-        numbers again.
+        ``Conv1D`` and the ``einsum`` of XLNet, become linears, if a rule configures linears. Linears that read some
+        rows of a parameter get a weight of their own. Layers read inputs behind all writes in place. Numbers that
+        export kept as tensors are numbers again.
 
         Raises:
             UnsupportedError: no kernel supports the configuration.
@@ -181,6 +183,7 @@ class QFrameworkQuantizer(Quantizer):
         inline_scopes_of_layers(model)
         write_out_scalars(model)
         if self._names(LinearConfig):
+            expand_exported_einsum_linears(model)
             expand_exported_products(model)
             if not self.is_qat:  # copies of a parameter would be trained apart
                 separate_weights(model)
@@ -240,6 +243,7 @@ class QFrameworkQuantizer(Quantizer):
         return config
 
     def _transform_attentions(self, model: GraphModule) -> None:
+        write_out_of_place(model)
         name_shapes(model)
         expand_einsum(model)
         for node in list(model.graph.nodes):

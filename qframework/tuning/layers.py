@@ -14,6 +14,7 @@ from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.nodes import argument
+from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.replace_attention import name_shapes
 from qframework.numerics import FLOAT_DTYPES
 from qframework.quantizer import AttentionConfig, dynamic_attention, static_attention
@@ -136,6 +137,7 @@ def find_layers(exported: fx.GraphModule, images: Tensor) -> list[Layer]:
 
 def _write_attentions(gm: fx.GraphModule, config: AttentionConfig) -> dict[fx.Node, str]:
     """Replace every attention that ``config`` supports by its operator; returns the nodes with their layers' names."""
+    write_out_of_place(gm)
     name_shapes(gm)
     expand_einsum(gm)
     names: dict[fx.Node, str] = {}

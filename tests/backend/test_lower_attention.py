@@ -122,17 +122,25 @@ def test_attention_outside_of_any_module_is_named_as_calibration_names_it():
 class Scaled(nn.Module):
     """Attention whose scale is an attribute, as in transformers."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: str = "sdpa") -> None:
         super().__init__()
         self.scale = 0.3
+        self.form = form
 
     def forward(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        if self.form == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        if self.form == "query":
+            return F.softmax((q * self.scale) @ k.transpose(-2, -1), dim=-1) @ v
+        if self.form == "inverse":
+            return F.softmax(q @ k.transpose(-2, -1) / (1 / self.scale), dim=-1) @ v
+        return F.softmax(q @ k.transpose(-2, -1) * self.scale, dim=-1) @ v
 
 
-def test_a_scale_that_dynamic_shapes_make_an_input():
-    """PyTorch's attention fixes the number, so that another one compiles the model again."""
-    model, operands, capture = Scaled().eval(), qkv(), Capture()
+@pytest.mark.parametrize("form", ["sdpa", "logits", "query", "inverse"])
+def test_a_scale_that_dynamic_shapes_make_an_input(form):
+    """The operator fixes the number, as PyTorch's attention does, so that another one compiles the model again."""
+    model, operands, capture = Scaled(form).eval(), qkv(), Capture()
     run = torch.compile(model, backend=capture, dynamic=True)
     for scale in (0.3, 0.1):
         model.scale = scale
@@ -140,7 +148,30 @@ def test_a_scale_that_dynamic_shapes_make_an_input():
             out = run(*operands)
         assert [(report.lowered, report.reason) for report in capture.attention] == [(True, "")]
         assert float((out - model(*operands)).abs().max()) <= error_bound(*operands, scale)
-    assert [call["scale"] for call in capture.calls] == [0.1]
+    assert [call["scale"] for call in capture.calls] == [pytest.approx(0.1)]
+    assert len(capture.graphs) == 2
+
+
+def test_a_scale_that_is_an_argument_is_not_fixed():
+    def attend(q, k, v, scale):
+        return F.softmax(q @ k.transpose(-2, -1) * scale, dim=-1) @ v
+
+    operands, capture = qkv(), Capture()
+    run = torch.compile(attend, backend=capture, dynamic=True)
+    for scale in (0.3, 0.1):
+        assert torch.equal(run(*operands, scale), attend(*operands, scale))
+    assert len(capture.graphs) == 1
+    assert "must be scaled by a constant" in capture.attention[0].reason
+
+
+def test_a_scale_of_attention_that_stays_is_not_fixed():
+    model, operands, capture = Scaled("logits").eval(), qkv(), Capture(attention="off")
+    run = torch.compile(model, backend=capture, dynamic=True)
+    for scale in (0.3, 0.1):
+        model.scale = scale
+        with torch.no_grad():
+            assert torch.equal(run(*operands), model(*operands))
+    assert len(capture.graphs) == 1
 
 
 class TestExplain:

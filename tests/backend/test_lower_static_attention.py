@@ -255,9 +255,9 @@ def test_attention_written_as_products_is_lowered():
 class Relative(Fused):
     """Decomposed relative positions as a bias (SAM): computed in float, they keep the queries in float as well."""
 
-    def __init__(self):
+    def __init__(self, form="bias"):
         super().__init__()
-        self.grid = (3, 4)
+        self.form, self.grid = form, (3, 4)
         self.table_h, self.table_w = (nn.Parameter(torch.randn(n, n, DIM // HEADS)) for n in self.grid)
 
     def forward(self, x):
@@ -267,15 +267,26 @@ class Relative(Fused):
         on_grid = q.reshape(batch, HEADS, h, w, -1)
         rel_h = torch.einsum("bnhwc,hkc->bnhwk", on_grid, self.table_h)
         rel_w = torch.einsum("bnhwc,wkc->bnhwk", on_grid, self.table_w)
-        bias = (rel_h[..., None] + rel_w[..., None, :]).reshape(batch, HEADS, tokens, tokens)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        if self.form == "bias":
+            bias = (rel_h[..., None] + rel_w[..., None, :]).reshape(batch, HEADS, tokens, tokens)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            logits = q * (DIM // HEADS) ** -0.5 @ k.transpose(-2, -1)
+            total = logits[:, :, 0:].view(batch, -1, h, w, h, w) + rel_h.unsqueeze(-1) + rel_w.unsqueeze(-2)
+            if self.form == "written":
+                logits[:, :, 0:] = total.view(batch, -1, tokens, tokens)
+            else:
+                logits = total.view(batch, -1, tokens, tokens)
+            out = logits.softmax(-1) @ v
         return x + self.proj(out.transpose(1, 2).reshape(batch, tokens, dim))
 
 
-def test_relative_positions_become_two_factors():
-    model, x = Relative(), torch.randn(3, 12, DIM)
+@pytest.mark.parametrize("form", ["bias", "grid", "written"])  # as SAM, ViTDet and MViTv2 have them
+def test_relative_positions_become_two_factors(form):
+    model, x = Relative(form), torch.randn(3, 12, DIM)
     gm = converted(model, x)
     reference = gm(x)
+    assert numerics.sqnr_db(model(x), reference) > 25
     gm, _ = lowered(gm)
     [attention] = (node for node in gm.graph.nodes if node.target is MIXED)
     assert attention.args[6] is None

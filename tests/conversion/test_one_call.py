@@ -35,6 +35,24 @@ def test_any_batch_size(config) -> None:
     assert lowered(quantized) == {"fc1", "fc2"}
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_modules_in_training_mode_are_named(in_place, caplog) -> None:
+    """``model.eval()`` before a head was added, or Monte Carlo dropout: dropout acts, which is told."""
+    x = torch.randn(64, 16)
+    model = nn.Sequential(MLP(), nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)), nn.Dropout()).eval()
+    model[1].train()
+    if in_place:
+        qframework.quantize_(model, static_int8(), [x])
+    else:
+        quantize(model, x, static_int8(), [x])
+    assert "quantize" in caplog.text
+    assert "has modules in training mode" in caplog.text
+    assert "as in training: '1' (Sequential). Call model.eval()" in caplog.text  # neither '1.0' nor '2'
+    caplog.clear()
+    quantize(MLP().eval(), x, static_int8(), [x])
+    assert "training mode" not in caplog.text
+
+
 def test_fixed_shapes() -> None:
     x = torch.randn(1, 16)
     quantized = quantize(MLP().eval(), x, dynamic_int8(), dynamic_shapes=None)

@@ -19,7 +19,21 @@ BIAS, PADDING = torch.randn(2, 17, 17), torch.randn(1, 1, 1, 17) > -1
 CAUSAL = torch.ones(17, 17, dtype=torch.bool).tril()
 LOW = torch.finfo(torch.float32).min
 
+
 # name: (attention written as products, the operator's arguments)
+def masked_in_place(q, k, v):
+    """As XLM does."""
+    scores = product(q, k) * SCALE
+    scores.masked_fill_((~PADDING).expand_as(scores), LOW)
+    return F.softmax(scores.float(), dim=-1).type_as(scores) @ v
+
+
+def added_in_place(q, k, v):
+    scores = product(q, k) * SCALE
+    scores += BIAS
+    return scores.softmax(-1) @ v
+
+
 FORMS = {
     "query scaled": (lambda q, k, v: product(q * SCALE, k).softmax(-1) @ v, {}),
     "both scaled": (lambda q, k, v: product(q * SCALE**0.5, k * SCALE**0.5).softmax(-1) @ v, {}),
@@ -37,6 +51,8 @@ FORMS = {
         {"attn_mask": BIAS + torch.where(PADDING, 0.0, LOW)},
     ),
     "in place": (lambda q, k, v: product(q, k).mul_(SCALE).add_(BIAS).softmax(-1) @ v, {"attn_mask": BIAS}),
+    "added in place, without a result": (added_in_place, {"attn_mask": BIAS}),
+    "masked in place, without a result": (masked_in_place, {"attn_mask": PADDING}),
     "penalty subtracted": (
         lambda q, k, v: ((product(q, k) - BIAS) * SCALE - 1e6 * (1 - PADDING.float()) - 2).softmax(-1) @ v,
         {"attn_mask": -BIAS * SCALE - 1e6 * (1 - PADDING.float())},

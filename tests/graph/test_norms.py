@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from qframework.backend.lower_norm import norm_arguments
 from qframework.graph.missing_values import record_missing_values
 from qframework.graph.norms import NormCall, norm_call
 
@@ -92,3 +93,32 @@ def test_eps_under_autocast():
     found = norm_call(norm)
     assert found is not None
     assert found.eps == torch.finfo(torch.float32).eps
+
+
+class Root(nn.Module):
+    """RMSNorm whose eps is an attribute, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x):
+        return root(x, self.eps)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_an_eps_that_dynamic_shapes_make_an_input(replaced):
+    """It is fixed where an operator reads it, so that another one compiles the model again, and only there."""
+    model, x, found = Root(), torch.rand(2, 3, 8), []
+
+    def backend(gm, inputs):
+        (result,) = gm.graph.output_node().all_input_nodes
+        norm = norm_call(result)
+        found.append(norm_arguments(norm)[3] if replaced else norm is not None)
+        return gm.forward
+
+    run = torch.compile(model, backend=backend, dynamic=True)
+    for eps in (1e-6, 1e-3):
+        model.eps = eps
+        assert torch.equal(run(x), model(x))
+    assert found == ([1e-6, 1e-3] if replaced else [True])

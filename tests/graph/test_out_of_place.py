@@ -95,9 +95,76 @@ def to_a_larger_shape(x, y):
     return score
 
 
+def without_reading_the_result(x, y):
+    score = x * 2
+    size = score.cos()
+    score.masked_fill_(y > 0, -1e9)
+    score.view(-1).clamp_(-3, 3)
+    return score, size + score
+
+
+def to_what_was_read_by_a_view_before(x, y):
+    score = x * 2
+    size = score.view(-1).cos()
+    score += y
+    return score, size
+
+
+def to_rows_then_to_all(x, y):
+    score = x * 2
+    row = score.view(2, -1)[0]
+    score *= y
+    row.neg_()
+    return score, row
+
+
+def without_gradients(x, y):
+    score = x * y
+    with torch.no_grad():
+        score.mul_(2)
+    return (score * 3,)
+
+
+def replaced(x, y):
+    """As MViTv2 adds its relative positions."""
+    score = x @ y
+    score[:, 0:] = (score[:, 0:].view(2, 2, 4) + y.view(2, 2, 4)).view(4, 4)
+    copied = y * 2
+    copied[...] = score
+    copied += 1
+    return score.softmax(-1), copied
+
+
+def copied_into_another_order(x, y):
+    score = (x @ y).t()
+    score.copy_(y)
+    return (score + x,)
+
+
+def copied_into_a_part(x, y):
+    score = x @ y
+    score[:, 1:] = y[:, 1:]
+    return (score + x,)
+
+
+def copied_after_a_part_was_kept(x, y):
+    score = x @ y
+    whole = score[:]
+    score.copy_(y)
+    return (whole + x,)
+
+
 @pytest.mark.parametrize(
     ("function", "writes"),
     [
+        (replaced, 0),
+        (copied_into_another_order, 1),
+        (copied_into_a_part, 1),
+        (copied_after_a_part_was_kept, 0),
+        (without_reading_the_result, 1),
+        (to_what_was_read_by_a_view_before, 0),
+        (to_rows_then_to_all, 2),
+        (without_gradients, 0),
         (to_an_input, 1),
         (to_what_is_read_again, 1),
         (to_a_view, 1),
@@ -118,3 +185,21 @@ def test_operators_of_exports_are_replaced():
     exported = torch.export.export(Model(), (x, y)).module()
     assert any(node.target is torch.ops.aten.add_.Tensor for node in exported.graph.nodes)
     assert rewritten(exported, x, y)[1] == 0
+
+
+def test_what_a_scope_without_gradients_writes_keeps_its_gradient():
+    x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    assert rewritten(without_gradients, x, y)[1] == 1
+
+
+def test_sizes_may_be_symbols():
+    found = []
+
+    def backend(gm, example_inputs):
+        write_out_of_place(gm)
+        found.append(sum(writes_in_place(node) for node in gm.graph.nodes))
+        return gm.forward
+
+    x, y = torch.randn(4, 5), torch.randn(4, 5)
+    assert torch.equal(torch.compile(chain, backend=backend, dynamic=True)(x, y), chain(x, y))
+    assert found == [0]

@@ -182,7 +182,16 @@ def heads_apart(q, k, v, rel_h, rel_w):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias).flatten(0, 1)
 
 
-FORMS = [added_one_after_the_other, width_first, before_the_scale, heads_apart]
+def written_into_the_logits(q, k, v, rel_h, rel_w):
+    """The form of MViTv2, whose slices leave out a class token if there is one."""
+    logits = (q * 0.25) @ k.transpose(-2, -1)
+    logits[:, 0:, 0:] = (logits[:, 0:, 0:].view(-1, 3, 4, 3, 4) + rel_h[..., :, None] + rel_w[..., None, :]).view(
+        -1, 12, 12
+    )
+    return logits.softmax(-1) @ v
+
+
+FORMS = [added_one_after_the_other, width_first, before_the_scale, heads_apart, written_into_the_logits]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -234,12 +234,18 @@ class SpelledOut(SelfAttention):
         batch, tokens, dim = x.shape
         q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         logits = (q * 0.4) @ k.transpose(-2, -1)
-        weights = self.softmax(logits if self.mask is None else logits + self.mask)
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            logits.masked_fill_(self.mask.expand_as(logits), -1e9)  # as XLM does
+        elif self.mask is not None:
+            logits = logits + self.mask
+        weights = self.softmax(logits)
         out = self.drop(weights) @ v
         return self.proj(out.transpose(1, 2).reshape(batch, tokens, dim)).softmax(-1)  # which is no attention
 
 
-@pytest.mark.parametrize("mask", [None, 3 * torch.randn(2, 5, 5)], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    "mask", [None, 3 * torch.randn(2, 5, 5), torch.ones(5, 5).triu(1).bool()], ids=["plain", "bias", "written"]
+)
 @pytest.mark.parametrize("config", [static_attention(), static_attention("per_head"), dynamic_attention("sage_b")])
 def test_attention_spelled_out(x, config, mask):
     model = nn.Sequential(SpelledOut(mask)).eval()
