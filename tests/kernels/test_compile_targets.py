@@ -20,7 +20,7 @@ from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.epilogue import EpilogueForm
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
+from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, WIDE, Tile
 from qframework.kernels.linear.tile_candidates import candidates
 from qframework.kernels.linear.tiles import GATED, choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
@@ -202,7 +202,9 @@ def compile_int8_linear(
         rows = specialized.rows_of_a(tile.block_m)
         blocks = {"a": ("i8", rows, tile.block_k), "b": ("i8", tile.block_n, tile.block_k)}
         types |= {f"{name}_desc": described(*block) for name, block in blocks.items()}
-        types |= dict.fromkeys(("residual_desc", "out_desc"), described(out, *specialized.block_of_result(tile.block_n)))
+        types |= dict.fromkeys(
+            ("residual_desc", "out_desc"), described(out, *specialized.block_of_result(tile.block_n))
+        )
         return compile_for(chip, specialized.kernel, types | sizes, constants, **options)
     return compile_for(chip, _int8_linear_kernel, types | sizes, constants, **options)
 
@@ -252,20 +254,23 @@ def test_hopper_without_descriptors(epilogue, tmp_path):
 @pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("single", [False, True], ids=["any number of tiles", "one tile"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("tile", [PINGPONG, COOPERATIVE, THIRDS], ids=["pingpong", "cooperative", "thirds"])
+@pytest.mark.parametrize(
+    "tile", [PINGPONG, COOPERATIVE, THIRDS, WIDE], ids=["pingpong", "cooperative", "thirds", "wide"]
+)
 def test_specialized(tile, epilogue, single, tmp_path):
     """It multiplies asynchronously, never waits for the product it just began, and keeps its registers.
 
     Of one tile, the second warpgroup of a ping-pong has none.
     """
-    if EPILOGUES[epilogue].has_residual and tile == COOPERATIVE:
+    if EPILOGUES[epilogue].has_residual and tile in (COOPERATIVE, WIDE):
         tile = tile._replace(num_stages=3)  # it needs room for the residual
     compiled = compile_int8_linear("sm_90", tile, EPILOGUES[epilogue], True, single=single)
     ptx = compiled.asm["ptx"]
     working = 3 if tile == THIRDS else 1 if single and tile.specialized == "pingpong" else 2
     accumulators = 1 if tile == THIRDS else 2
     assert ptx.count("wgmma.mma_async") == working * accumulators * 4, "for each accumulator, four products of 32"
-    assert ptx.count(f"wgmma.wait_group.sync.aligned {accumulators}") == working
+    left = 0 if tile == WIDE else accumulators  # the other warpgroup multiplies while this one waits for its rows
+    assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == working
     assert "setmaxnreg" in ptx
     assert compiled.metadata.shared <= 227 * 1024
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
@@ -374,7 +379,7 @@ def test_tiles_fill_the_chip(m, capability):
 @pytest.mark.parametrize("single", [False, True], ids=["any number of tiles", "one tile"])
 @pytest.mark.parametrize("out", ["fp16", "i8"])
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
-@pytest.mark.parametrize("tile", [*GATED, COOPERATIVE], ids=lambda tile: f"{tile.specialized} {tile.block_n}")
+@pytest.mark.parametrize("tile", [*GATED, COOPERATIVE, WIDE], ids=lambda tile: f"{tile.specialized} {tile.block_n}")
 def test_gated(tile, activation, out, single, tmp_path):
     """Both halves of a product stay in registers, and the products of both warpgroups run beside their epilogues."""
     columns = tile.block_n // 2

@@ -3,10 +3,9 @@
 The loading warp fills the stages with tiles of a and b by TMA. ``ready`` barriers pass a stage to the multiplying
 warpgroups, ``free`` barriers return it. With ``pingpong``, ``turn`` barriers let the warpgroups multiply in turn.
 
-A warpgroup has two accumulators of 64 x 128 in most tiles, one above the other. In tiles of 256 columns they lie side by
-side and share the rows of a, which are read into registers once: wgmma of 256 columns, which Triton does not have for
-INT8. A step of 32 channels then reads 10 KB of shared memory for a warpgroup instead of 12, so that a tile of 128 x 256
-is bound by its products, where one of 256 x 128 waits for shared memory.
+A warpgroup has two accumulators of 64 x 128 in most tiles, one above the other. In tiles of 256 columns they lie side
+by side and share the rows of a, which are read into registers once, since Triton has no INT8 wgmma of 256 columns. A
+step of 32 channels then reads 10 KB of shared memory for a warpgroup instead of 12.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import TypeAlias
 
-from qframework.kernels.linear.tile import COOPERATIVE, MAX_FEW_ROWS, PINGPONG, Epilogue, FewRowsTile, Tile
-from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, tile_us
+from qframework.kernels.linear.tile import COOPERATIVE, MAX_FEW_ROWS, PINGPONG, WIDE, Epilogue, FewRowsTile, Tile
+from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, is_worthwhile, tile_us
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import power_of_2
 
@@ -121,11 +121,13 @@ def general_tile(
 
 def _on_hopper(m: int, n: int, k: int, processors: int, epilogue: Epilogue) -> Tile:
     """The tile of a shape that is in no table."""
-    if k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors and not epilogue.startswith("activation"):
-        return COOPERATIVE
-    if _tiles(PINGPONG, m, n) >= _MANY_ROUNDS * processors:
-        return PINGPONG
-    return _of_few_channels(fastest_tile(m, n, k, processors), k)
+    many = _tiles(PINGPONG, m, n) >= _MANY_ROUNDS * processors
+    tile = PINGPONG if many else fastest_tile(m, n, k, processors)
+    if tile == PINGPONG and k >= 2048 and not epilogue.startswith("activation"):
+        large = WIDE if epilogue in ("residual", "all") else COOPERATIVE._replace(group_m=4)
+        if is_worthwhile(large, m, n, k, processors):
+            return large
+    return _of_few_channels(tile, k)
 
 
 def gated_tile(m: int, n: int, k: int, processors: int) -> Tile:
@@ -171,8 +173,9 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:
-    """One stage less for a cooperative tile of 256 rows with a residual, which needs its shared memory."""
-    needs_room = tile.specialized == "cooperative" and tile.block_m == 256 and epilogue in ("residual", "all")
+    """One stage less for the largest cooperative tiles with a residual, which needs its shared memory."""
+    largest = tile.specialized == "cooperative" and tile.block_m * tile.block_n == 256 * 128
+    needs_room = largest and epilogue in ("residual", "all")
     return tile._replace(num_stages=min(tile.num_stages, 3)) if needs_room else tile
 
 
@@ -193,7 +196,7 @@ def unmeasured(capability: tuple[int, int]) -> set[Tile]:
     chip = chip_key(capability)
     found = {*_CANDIDATES.get(chip, []), *_table(chip).values()}
     if chip == "sm_90":
-        found |= {COOPERATIVE, *COSTS}
+        found |= {WIDE, COOPERATIVE._replace(group_m=4), *COSTS}
         found |= {_with_room(tile, "residual") for tile in found}
     return found
 
