@@ -97,6 +97,9 @@ class _Folding:
         first, last = next(iter(node.graph.nodes)), node.graph.output_node()
         if not (followed or self._lowering.options.freeze_weights) or is_written(node):
             return None
+        own = set(_computed_from(node))
+        if any(is_written(each, own) for each in own if each.op.startswith("call")):
+            return None
         operands = [Operand(each, self._lowering.constants) for each in sources]
         if needs_gradient(each.value for each in operands) or written_between(first, last, sources) is not None:
             return None

@@ -57,6 +57,8 @@ def _takes_a_kernel(node: Node) -> bool | None:
     fake = fake_value(node)
     if fake is not None and not all(isinstance(size, int) for size in (*fake.shape, *fake.stride())):
         return None
+    if not node.all_input_nodes and not isinstance(fake, Tensor):
+        return None  # it sets a state, as a scope without gradients and a level of torch.vmap do
     if not all(_is_private(x, node) for x in written_inputs(node)):
         return None
     kind = kind_of(node)

@@ -80,11 +80,11 @@ def allocates(node: Node) -> bool:
     return bool(own) and not any(_overlap(storages(x), own) for x in node.all_input_nodes)
 
 
-def is_written(node: Node) -> bool:
-    """Whether a reader of a value, or of a view of it at any depth, may write it."""
-    if any(node in written_inputs(user) for user in node.users):
+def is_written(node: Node, own: Collection[Node] = ()) -> bool:
+    """Whether a reader of a value, or of a view of it at any depth, may write it, other than the nodes ``own``."""
+    if any(node in written_inputs(user) for user in node.users if user not in own):
         return True
-    return any(is_written(user) for user in node.users if _overlap(storages(user), storages(node)))
+    return any(is_written(user, own) for user in node.users if _overlap(storages(user), storages(node)))
 
 
 def returned(graph: Graph, node: Node) -> bool:

@@ -79,8 +79,8 @@ class WrittenTwice(Table):
 
     def bias(self):
         first = super().bias()
-        second = first.cumsum(0)
-        return first.relu_() + second.cumsum(1)
+        rows = first[:1]
+        return first.relu_() + rows.cumsum(1)
 
 
 class OfTheInput(Table):
@@ -125,6 +125,16 @@ class SpreadTwice(Spread):
         bias, images = Table.bias(self), self.images[:, None, None, None]
         x = self.fc(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         return sum(F.scaled_dot_product_attention(x, x, x, each) for each in (images - bias, images + bias))
+
+
+class Mapped(Table):
+    """A mask that ``torch.vmap`` computes, as in transformers."""
+
+    def bias(self):
+        heads, places = torch.arange(HEADS), torch.arange(TOKENS)
+        rows = torch.vmap(lambda h, i, j: j <= i + h, (None, None, 0))
+        causal = torch.vmap(torch.vmap(rows, (None, 0, None)), (0, None, None))(heads, places, places)
+        return super().bias().masked_fill(~causal, -1e9)
 
 
 class Autocast(Coordinates):
@@ -178,6 +188,11 @@ def test_what_parameters_determine_is_a_buffer(cls, name):
 )
 def test_all_else_is_computed_at_each_call(cls, name):
     assert count(cls().eval(), name) == 1
+
+
+def test_calls_that_set_a_state_are_not_run():
+    """Dynamo refuses a graph that leaves another state than it found, such as one more level of ``torch.vmap``."""
+    assert count(Mapped().eval(), "vmap_increment") == 3
 
 
 def test_a_table_that_the_graph_writes_is_read_at_each_call():
