@@ -164,7 +164,7 @@ def _call(
     columns = tile.block_n // 2
     a = hopper.describe(x.a, (m, k), rows_apart(x.a) or 0, (tile.block_m, tile.block_k))
     gate, up = (hopper.describe(b, (n, k), rows_apart(b) or 0, (columns, tile.block_k)) for b in (x.gate, x.up))
-    to = hopper.describe(out, (m, n), n, hopper.block_of_result(tile.block_n, weights=2))
+    to = hopper.describe(out, (m, n), n, (hopper.ROWS, columns))
     biases = (x.gate_scale if x.gate_bias is None else x.gate_bias, x.up_scale if x.up_bias is None else x.up_bias)
     requantization = (
         x.a_scale if x.out_scale is None else x.out_scale,

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
-from qframework.kernels.linear.hopper_ring import (
-    accumulators,
-    columns_of_accumulator,
-    parts,
-    rows_of_worker,
-    side_by_side,
-    workers,
-)
+from qframework.kernels.linear.hopper_ring import columns_of_accumulator, parts, side_by_side, workers
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
-    from qframework.kernels.linear.hopper_ring import begin, multiply, place_of, produce, tiles_of_program
+    from qframework.kernels.linear.hopper_ring import (
+        begin,
+        multiply,
+        multiply_side_by_side,
+        place_of,
+        produce,
+        tiles_of_program,
+    )
     from qframework.kernels.runtime.gluon import (
         TensorDescriptor,
         fence_async_shared,
@@ -64,14 +64,15 @@ if HAS_GLUON:
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         PINGPONG: gl.constexpr = FORM.pingpong
         HAS_RESIDUAL: gl.constexpr = EPILOGUE.has_residual
-        HALVES: gl.constexpr = accumulators(FORM.block_m)
-        DOWN: gl.constexpr = 0 if side_by_side(FORM.block_n) else 64  # from the first accumulator to the second
-        RIGHT: gl.constexpr = COLUMNS if side_by_side(FORM.block_n) else 0
+        SIDE_BY_SIDE: gl.constexpr = side_by_side(FORM.block_n)
+        HALVES: gl.constexpr = 1 if workers(FORM.block_m) == 3 else 2
+        DOWN: gl.constexpr = 0 if SIDE_BY_SIDE else 64  # from the first accumulator to the second
+        RIGHT: gl.constexpr = COLUMNS if SIDE_BY_SIDE else 0
         BUFFERS: gl.constexpr = out_stages.shape[0] // workers(FORM.block_m)
-        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * rows_of_worker(FORM)
+        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * (64 if SIDE_BY_SIDE else 64 * HALVES)
         TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
         # With many tiles, the registers of early loads cost more than late loads, unless those add up to three vectors.
-        EARLY: gl.constexpr = (FORM.single or EPILOGUE.out_scale == "channel") and not side_by_side(FORM.block_n)
+        EARLY: gl.constexpr = (FORM.single or EPILOGUE.out_scale == "channel") and not SIDE_BY_SIDE
         out_dtype: gl.constexpr = out_desc.dtype
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
@@ -98,32 +99,24 @@ if HAS_GLUON:
                     stage = out_stages.index(WHO * BUFFERS + half)
                     corner = [start_m + half * DOWN, start_n + half * RIGHT]
                     tma_load(residual_desc, corner, landed.index(WHO), stage)
-            upper, lower = multiply(WHO, ring, own_turn, steps, total, FORM)
+            if SIDE_BY_SIDE:
+                upper, lower = multiply_side_by_side(WHO, ring, steps, total, FORM)
+            else:
+                upper, lower = multiply(WHO, ring, own_turn, steps, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
 
-            if not EARLY:
-                columns = load_columns(
-                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE
-                )
-            if HAS_RESIDUAL:
-                mbarrier.wait(landed.index(WHO), arrived)
-                arrived ^= 1
             for half in gl.static_range(HALVES):
                 stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
                 acc = upper if half == 0 else lower
-                if RIGHT * half > 0:
+                if not EARLY and half * DOWN == 0:  # what lies below has the same columns
+                    start = start_n + half * RIGHT
                     columns = load_columns(
-                        a_scale_ptr,
-                        b_scale_ptr,
-                        bias_ptr,
-                        out_scale_ptr,
-                        zero_point_ptr,
-                        start_n + RIGHT,
-                        n,
-                        N,
-                        EPILOGUE,
+                        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start, n, N, EPILOGUE
                     )
+                if HAS_RESIDUAL and half == 0:
+                    mbarrier.wait(landed.index(WHO), arrived)
+                    arrived ^= 1
                 if EARLY:
                     rows = rows_upper if half == 0 else rows_lower
                 else:
@@ -205,9 +198,12 @@ def rows_of_a(block_m: int) -> int:
     return block_m // parts(block_m)
 
 
-def block_of_result(block_n: int, weights: int = 1) -> tuple[int, int]:
-    """Rows and columns of the result that one TMA store writes, where ``weights`` share the columns of a tile."""
-    return 64, min(block_n, 128) // weights
+ROWS = 64  # of the part of the result that one TMA store writes
+
+
+def columns_of_store(block_n: int) -> int:
+    """Columns of that part, which is an accumulator's."""
+    return block_n // 2 if block_n == 256 else block_n
 
 
 _GLUON_DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16"}

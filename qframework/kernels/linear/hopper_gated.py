@@ -2,7 +2,6 @@
 
 A tile of b has rows of the gate's weight in its upper half and the same rows of the other weight in its lower half. So
 a thread has both products of a result in its registers, and the tile's sizes and loads are those of a plain product.
-Accumulators that lie side by side are of one weight each.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from qframework.kernels.linear.epilogue import before_gate, finish_gated, load_columns, load_rows
-from qframework.kernels.linear.hopper_ring import columns_of_accumulator, rows_of_worker, side_by_side
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
@@ -36,14 +34,11 @@ if HAS_GLUON:
         EPILOGUE: gl.constexpr,
         FORM: gl.constexpr,
     ):
-        """Multiplying warpgroup 0 or 1, with two accumulators of 64 rows: of both weights, or one of each."""
+        """Multiplying warpgroup 0 or 1, with two accumulators of 64 rows."""
         a_scale_ptr, gate_scale_ptr, gate_bias_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr = pointers
         out_desc, out_stages = results
         M, N, K, PA = sizes
-        OF_EACH: gl.constexpr = side_by_side(FORM.block_n)  # whether an accumulator is of one weight
-        COLUMNS: gl.constexpr = columns_of_accumulator(FORM.block_n) // 2  # of a part of the result
-        DOWN: gl.constexpr = 0 if OF_EACH else 64  # from the first part to the second
-        RIGHT: gl.constexpr = COLUMNS if OF_EACH else 0
+        COLUMNS: gl.constexpr = FORM.columns
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
@@ -56,37 +51,32 @@ if HAS_GLUON:
         own_turn = 1 - WHO  # the phase to wait for; warpgroup 0 begins at once
         skipped = WHO if PINGPONG else 0
         total = skipped * steps  # steps of all tiles before the current one
-        n = gl.arange(0, COLUMNS, layout=of_columns)
         for tile in range(first + skipped * by, end, TURNS * by):
             start_m, start_n = place_of(tile, M, N, FORM)
-            start_m += 0 if PINGPONG else WHO * rows_of_worker(FORM)
+            start_m += 0 if PINGPONG else WHO * 128
             upper, lower = multiply(WHO, ring, own_turn, steps, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
 
-            upper = _halves(upper, COLUMNS)
-            lower = _halves(lower, COLUMNS)
-            for part in gl.static_range(2):
-                gate, up = (upper[part], lower[part]) if OF_EACH else (upper if part == 0 else lower)
-                if part * DOWN == 0:  # the second part below the first one has the same columns
-                    gate_columns = load_columns(
-                        a_scale_ptr, gate_scale_ptr, gate_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH
-                    )
-                    up_columns = load_columns(
-                        a_scale_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH
-                    )
-                m = start_m + gl.arange(0, 64, layout=of_rows)
+            n = gl.arange(0, COLUMNS, layout=of_columns)
+            gate_columns = load_columns(
+                a_scale_ptr, gate_scale_ptr, gate_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH
+            )
+            up_columns = load_columns(
+                a_scale_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH
+            )
+            for half in gl.static_range(2):
+                stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
+                gate, up = _halves(upper if half == 0 else lower, COLUMNS)
+                m = start_m + half * 64 + gl.arange(0, 64, layout=of_rows)
                 rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, 1, EACH)
                 out = finish_gated(
                     gate, up, gate_columns, up_columns, rows, out_scale_ptr, zero_point_ptr, out_desc.dtype, EPILOGUE
                 )
-                stage = out_stages.index(WHO * BUFFERS + part % BUFFERS)
                 tma.store_wait(BUFFERS - 1)
                 stage.store(out)
                 fence_async_shared()
-                tma_store(out_desc, [start_m, start_n], stage)
-                start_m += DOWN
-                start_n += RIGHT
+                tma_store(out_desc, [start_m + half * 64, start_n], stage)
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["M", "PA"])
@@ -114,9 +104,7 @@ if HAS_GLUON:
         weights = (gate_desc, up_desc)
         ring = begin(a_desc, weights, M, N, K, FORM, OVERLAP)
         BUFFERS: gl.constexpr = 4 if FORM.pingpong else 2  # for results on their way
-        out_stages = gl.allocate_shared_memory(
-            out_desc.dtype, [BUFFERS, 64, columns_of_accumulator(FORM.block_n) // 2], out_desc.layout
-        )
+        out_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, FORM.columns], out_desc.layout)
         fence_async_shared()
         pointers = (
             a_scale_ptr, gate_scale_ptr, gate_bias_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr,

@@ -3,9 +3,9 @@
 The loading warp fills the stages with tiles of a and b by TMA. ``ready`` barriers pass a stage to the multiplying
 warpgroups, ``free`` barriers return it. With ``pingpong``, ``turn`` barriers let the warpgroups multiply in turn.
 
-A warpgroup has two accumulators of 64 x 128 in most tiles, one above the other. In tiles of 256 columns they lie side
-by side and share the rows of a, which are read into registers once, since Triton has no INT8 wgmma of 256 columns. A
-step of 32 channels then reads 10 KB of shared memory for a warpgroup instead of 12.
+A warpgroup has two accumulators of 64 rows, in tiles of 192 rows one. They lie below each other, or in tiles of 256
+columns side by side. Then they share the rows of a, which are read into registers once, since Triton has no INT8 wgmma
+of 256 columns: 10 KB of shared memory for a warpgroup and 32 channels instead of 12.
 """
 
 from __future__ import annotations
@@ -51,21 +51,9 @@ def side_by_side(block_n):
 
 
 @triton.constexpr_function
-def accumulators(block_m):
-    """Accumulators of a warpgroup."""
-    return 1 if workers(block_m) == 3 else 2
-
-
-@triton.constexpr_function
 def columns_of_accumulator(block_n):
-    """Columns of each, with those of all weights."""
+    """Columns of each."""
     return block_n // 2 if side_by_side(block_n) else block_n
-
-
-@triton.constexpr_function
-def rows_of_worker(form):
-    """Rows of a tile that a warpgroup multiplies."""
-    return 64 if side_by_side(form.block_n) else 64 * accumulators(form.block_m)
 
 
 @triton.constexpr_function
@@ -193,13 +181,13 @@ if HAS_GLUON:
         total,  # steps of all tiles before this one
         FORM: gl.constexpr,
     ):
-        """A warpgroup's part of a tile: two accumulators of 64 rows, or one and 0 where three share the tile."""
+        """The product of a warpgroup's rows of a tile: two accumulators of 64 rows, the second one 0 if it has 64."""
         a_stages, b_stages, ready, free, turn = ring
+        BLOCK_N: gl.constexpr = FORM.block_n
         STAGES: gl.constexpr = FORM.stages
         THIRDS: gl.constexpr = workers(FORM.block_m) == 3
         IN_TURN: gl.constexpr = _in_turn(FORM)
-        FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * rows_of_worker(FORM)
-        BLOCK_N: gl.constexpr = columns_of_accumulator(FORM.block_n)
+        FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * 128
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
         if IN_TURN:
             # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
@@ -208,39 +196,56 @@ if HAS_GLUON:
         phase = (total // STAGES) & 1
         upper = gl.zeros((64, BLOCK_N), gl.int32, layout)
         lower = gl.zeros((64, BLOCK_N), gl.int32, layout)
-        if side_by_side(FORM.block_n):
-            operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
-            b_halves = parts_of_rows(b_stages, 2)
-            for _ in range(steps):
-                mbarrier.wait(ready.index(slot), phase)
-                a = a_stages.index(slot).slice(FIRST_ROW, 64).load(operand)
-                upper = warpgroup_mma(a, b_halves.index(slot * 2).permute((1, 0)), upper, is_async=True)
-                lower = warpgroup_mma(a, b_halves.index(slot * 2 + 1).permute((1, 0)), lower, is_async=True)
-                upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))  # beside the other warpgroup's products
-                mbarrier.arrive(free.index(slot), count=1)
-                slot, phase = next_stage(slot, phase, STAGES)
-        else:
-            for step in range(steps):
-                mbarrier.wait(ready.index(slot), phase)
-                b = b_stages.index(slot).permute((1, 0))
-                # the products of the previous step are done behind each wait
-                if THIRDS:
-                    upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
-                    upper = warpgroup_mma_wait(1, deps=(upper,))
-                else:
-                    a = a_stages.index(slot)
-                    upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
-                    lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
-                    upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
-                if step > 0:
-                    mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
-                slot, phase = next_stage(slot, phase, STAGES)
+        for step in range(steps):
+            mbarrier.wait(ready.index(slot), phase)
+            b = b_stages.index(slot).permute((1, 0))
+            # the products of the previous step are done behind each wait
+            if THIRDS:
+                upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
+                upper = warpgroup_mma_wait(1, deps=(upper,))
+            else:
+                a = a_stages.index(slot)
+                upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
+                lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
+                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
+            if step > 0:
+                mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+            slot, phase = next_stage(slot, phase, STAGES)
         if IN_TURN:
             mbarrier.arrive(turn.index(1 - WHO), count=1)
         if THIRDS:
             upper = warpgroup_mma_wait(0, deps=(upper,))
-        elif not side_by_side(FORM.block_n):
+        else:
             upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
-        if not side_by_side(FORM.block_n):
-            mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
         return upper, lower
+
+    @gluon.jit
+    def multiply_side_by_side(
+        WHO: gl.constexpr,
+        ring,
+        steps,
+        total,  # steps of all tiles before this one
+        FORM: gl.constexpr,
+    ):
+        """The product of a warpgroup's 64 rows of a tile: two accumulators, the left and the right columns."""
+        a_stages, b_stages, ready, free, _ = ring
+        STAGES: gl.constexpr = FORM.stages
+        COLUMNS: gl.constexpr = columns_of_accumulator(FORM.block_n)
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+        operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+        b_halves = parts_of_rows(b_stages, 2)
+        slot = total % STAGES
+        phase = (total // STAGES) & 1
+        left = gl.zeros((64, COLUMNS), gl.int32, layout)
+        right = gl.zeros((64, COLUMNS), gl.int32, layout)
+        for _ in range(steps):
+            mbarrier.wait(ready.index(slot), phase)
+            a = a_stages.index(slot).slice(WHO * 64, 64).load(operand)
+            left = warpgroup_mma(a, b_halves.index(slot * 2).permute((1, 0)), left, is_async=True)
+            right = warpgroup_mma(a, b_halves.index(slot * 2 + 1).permute((1, 0)), right, is_async=True)
+            # The other warpgroup multiplies meanwhile. With products in flight, ptxas would run out of registers.
+            left, right = warpgroup_mma_wait(0, deps=(left, right))
+            mbarrier.arrive(free.index(slot), count=1)
+            slot, phase = next_stage(slot, phase, STAGES)
+        return left, right

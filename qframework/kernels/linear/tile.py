@@ -41,5 +41,6 @@ class FewRowsTile(NamedTuple):
 MAX_FEW_ROWS = 64  # of the kernels for few rows
 PINGPONG = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
 COOPERATIVE = PINGPONG._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
-WIDE = COOPERATIVE._replace(block_m=128, block_n=256, group_m=8)  # a warpgroup has 64 rows, and all columns
+# A warpgroup has 64 rows and all columns. With three stages, there is room for a residual.
+WIDE = COOPERATIVE._replace(block_m=128, block_n=256, num_stages=3, group_m=8)
 THIRDS = COOPERATIVE._replace(block_m=192)  # three warpgroups of 64 rows

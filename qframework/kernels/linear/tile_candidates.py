@@ -15,7 +15,6 @@ _SPECIALIZED = [
     *(COOPERATIVE._replace(group_m=group) for group in (1, 4)),
     COOPERATIVE._replace(num_stages=3),  # leaves room for the residual
     WIDE,
-    WIDE._replace(num_stages=3),
     THIRDS,
     THIRDS._replace(num_stages=5),  # fits beside an INT8 result
 ]
@@ -26,7 +25,7 @@ _HOPPER_SMALL = [
     PINGPONG._replace(block_n=64, num_stages=7),  # fits beside a 16-bit result
     PINGPONG._replace(block_n=64, block_k=256, num_stages=3),
     COOPERATIVE._replace(num_stages=3),
-    WIDE._replace(num_stages=3),
+    WIDE,
     _BIG._replace(programs=0, subtiles=2),
     *(Tile(64, 128, 128, 4, 4, programs=n, tma=True, tma_store=True) for n in (0, 2)),
     Tile(128, 64, 128, 4, 4, tma=True, tma_store=True),

@@ -124,10 +124,15 @@ def _on_hopper(m: int, n: int, k: int, processors: int, epilogue: Epilogue) -> T
     many = _tiles(PINGPONG, m, n) >= _MANY_ROUNDS * processors
     tile = PINGPONG if many else fastest_tile(m, n, k, processors)
     if tile == PINGPONG and k >= 2048 and not epilogue.startswith("activation"):
-        large = WIDE if epilogue in ("residual", "all") else COOPERATIVE._replace(group_m=4)
+        large = WIDE if epilogue in ("residual", "all") else _cooperative(n, processors)
         if is_worthwhile(large, m, n, k, processors):
             return large
     return _of_few_channels(tile, k)
+
+
+def _cooperative(n: int, processors: int) -> Tile:
+    """In groups of rows where one row has more tiles than there are programs, so that they do not load all of b."""
+    return COOPERATIVE._replace(group_m=4) if _tiles(COOPERATIVE, 1, n) > processors else COOPERATIVE
 
 
 def gated_tile(m: int, n: int, k: int, processors: int) -> Tile:
@@ -173,9 +178,8 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:
-    """One stage less for the largest cooperative tiles with a residual, which needs its shared memory."""
-    largest = tile.specialized == "cooperative" and tile.block_m * tile.block_n == 256 * 128
-    needs_room = largest and epilogue in ("residual", "all")
+    """One stage less for a cooperative tile of 256 rows with a residual, which needs its shared memory."""
+    needs_room = tile.specialized == "cooperative" and tile.block_m == 256 and epilogue in ("residual", "all")
     return tile._replace(num_stages=min(tile.num_stages, 3)) if needs_room else tile
 
 
@@ -196,7 +200,7 @@ def unmeasured(capability: tuple[int, int]) -> set[Tile]:
     chip = chip_key(capability)
     found = {*_CANDIDATES.get(chip, []), *_table(chip).values()}
     if chip == "sm_90":
-        found |= {WIDE, COOPERATIVE._replace(group_m=4), *COSTS}
+        found |= {WIDE, COOPERATIVE, COOPERATIVE._replace(group_m=4), *COSTS}
         found |= {_with_room(tile, "residual") for tile in found}
     return found
 
