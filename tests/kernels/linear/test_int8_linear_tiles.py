@@ -18,7 +18,7 @@ from test_int8_linear import make_case
 from qframework.kernels.linear import launch as int8_linear_launch
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, Tile
+from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, WIDE, Tile
 
 TILES = {
     "by pointers": int8_linear_tiles.INTERPRETED,
@@ -45,6 +45,7 @@ SPECIALIZED = {
     "pingpong, groups of 8": PINGPONG._replace(group_m=8),
     "cooperative": COOPERATIVE,
     "three warpgroups": THIRDS,
+    "accumulators side by side": WIDE,
 }
 
 

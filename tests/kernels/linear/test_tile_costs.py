@@ -2,7 +2,7 @@
 
 import pytest
 
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, Epilogue, Tile
+from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, WIDE, Epilogue, Tile
 from qframework.kernels.linear.tile_candidates import allowed
 from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, tile_us
 from qframework.kernels.linear.tiles import general_tile
@@ -26,11 +26,19 @@ def test_small_products_have_a_program_for_many_multiprocessors(shape):
     assert -(-m // tile.block_m) * -(-n // tile.block_n) >= 40
 
 
-@pytest.mark.parametrize(
-    ("epilogue", "tile"), [("residual", COOPERATIVE._replace(num_stages=3)), ("float", COOPERATIVE)]
-)
-def test_long_rows_of_large_products_take_cooperative_tiles(epilogue, tile):
-    assert chosen(32768, 1536, 6144, epilogue) == tile
+@pytest.mark.parametrize(("epilogue", "tile"), [("residual", WIDE), ("float", COOPERATIVE), ("int8", COOPERATIVE)])
+@pytest.mark.parametrize("shape", [(16384, 2048, 8192), (4096, 4096, 4096), (2048, 4096, 14336)])
+def test_long_rows_of_large_products_take_cooperative_tiles(epilogue, tile, shape):
+    assert chosen(*shape, epilogue) == tile
+
+
+def test_a_round_that_is_hardly_begun_keeps_small_tiles():
+    """Of 12608 rows, 297 large tiles take three rounds of 132 multiprocessors, as long as 594 small ones take five."""
+    assert chosen(12608, 768, 3080, "residual") == PINGPONG
+
+
+def test_more_columns_than_programs_are_read_in_groups_of_rows():
+    assert chosen(4096, 28672, 4096) == COOPERATIVE._replace(group_m=4)
 
 
 def test_an_activation_runs_beside_another_tiles_product():
