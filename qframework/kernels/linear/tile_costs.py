@@ -15,7 +15,7 @@ deviation), and the tile with the least takes 2 percent longer than the fastest 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,12 +26,11 @@ HALF = (2.66, 1.157, 2.204, 0.208, 0.532)
 """Costs of PyTorch's linear in 16 bit, in microseconds, fitted to the same linears as ``COSTS``."""
 
 
-_STEP_CYCLES: Mapping[tuple[int, int], int] = MappingProxyType({(128, 128): 160, (256, 128): 288, (128, 256): 256})
-"""Cycles of 32 channels by block_m and block_n, at 128 bytes of shared memory a cycle: what TMA writes, and what each
-warpgroup reads for its products, where those take no longer. A tile of 128 x 128 is multiplied by one warpgroup."""
-_EPILOGUE_CYCLES = 4000  # of a large tile, beside which nothing is multiplied
+_STEP_CYCLES = {(128, 128): 155, (192, 128): 224, (256, 128): 288, (128, 256): 256}
+"""Cycles of 32 channels by block_m and block_n, at 128 bytes of shared memory a cycle: what TMA writes, and what the
+warpgroups read for their products, where those take no longer. A ping-pong takes 3 percent less than that."""
+_EPILOGUE_CYCLES = 0.0915  # of a result, while nothing is multiplied
 _TURN_CYCLES = 1000  # of a ping-pong's tile, whose epilogue runs beside the other warpgroup's products
-_GAIN = 0.97  # what a large tile must reach by estimate
 
 
 class TileCost(NamedTuple):
@@ -73,21 +72,22 @@ def fastest_tile(m: int, n: int, k: int, processors: int, tma: bool = True) -> T
     return min(tiles, key=lambda tile: tile_us(tile, m, n, k, processors))
 
 
-def is_worthwhile(large: Tile, m: int, n: int, k: int, processors: int) -> bool:
-    """Whether a cooperative tile takes less time than a ping-pong for a long K, by shared memory and rounds.
+def fastest_for_long_rows(tiles: Sequence[Tile], m: int, n: int, k: int, processors: int) -> Tile:
+    """The ping-pong or cooperative tile with the least estimate for 2,048 channels and more, by shared memory.
 
-    With the choices that follow from it, 21 linears of 1,576 to 50,432 rows and 2,048 to 14,336 channels take 2
-    percent longer on an H100 than with the fastest of six tiles, in the geometric mean
-    (``other/2026-11-28-h100-wide-tiles.json``).
+    On an H100, 35 linears of 512 to 50,432 rows and up to 14,336 channels take 1 percent longer with it than with the
+    fastest of five tiles, in the geometric mean, 7 at most (``other/2026-11-28-h100-wide-tiles.json`` and ``-2``).
     """
-    return _cycles(large, m, n, k, processors) < _GAIN * _cycles(PINGPONG, m, n, k, processors)
+    return min(tiles, key=lambda tile: _cycles(tile, m, n, k, processors))
 
 
 def _cycles(tile: Tile, m: int, n: int, k: int, processors: int) -> float:
     _, rounds, _, _ = terms(tile, m, n, k, processors)
-    beside = _TURN_CYCLES if tile.specialized == "pingpong" else _EPILOGUE_CYCLES
-    last = _EPILOGUE_CYCLES / 2 if tile.specialized == "pingpong" else 0
-    return rounds * (k / 32 * _STEP_CYCLES[tile.block_m, tile.block_n] + beside) + last
+    product = k / 32 * _STEP_CYCLES[tile.block_m, tile.block_n]
+    epilogue = _EPILOGUE_CYCLES * tile.block_m * tile.block_n
+    if tile.specialized == "pingpong":
+        return rounds * (product + _TURN_CYCLES) + epilogue
+    return rounds * (product + epilogue)
 
 
 def memory_us(size: int) -> float:

@@ -31,8 +31,17 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import TypeAlias
 
-from qframework.kernels.linear.tile import COOPERATIVE, MAX_FEW_ROWS, PINGPONG, WIDE, Epilogue, FewRowsTile, Tile
-from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, is_worthwhile, tile_us
+from qframework.kernels.linear.tile import (
+    COOPERATIVE,
+    MAX_FEW_ROWS,
+    PINGPONG,
+    THIRDS,
+    WIDE,
+    Epilogue,
+    FewRowsTile,
+    Tile,
+)
+from qframework.kernels.linear.tile_costs import COSTS, fastest_for_long_rows, fastest_tile, tile_us
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import power_of_2
 
@@ -125,14 +134,13 @@ def _on_hopper(m: int, n: int, k: int, processors: int, epilogue: Epilogue) -> T
     tile = PINGPONG if many else fastest_tile(m, n, k, processors)
     if tile == PINGPONG and k >= 2048 and not epilogue.startswith("activation"):
         large = WIDE if epilogue in ("residual", "all") else _cooperative(n, processors)
-        if is_worthwhile(large, m, n, k, processors):
-            return large
+        return fastest_for_long_rows((PINGPONG, THIRDS, large), m, n, k, processors)
     return _of_few_channels(tile, k)
 
 
 def _cooperative(n: int, processors: int) -> Tile:
-    """In groups of rows where one row has more tiles than there are programs, so that they do not load all of b."""
-    return COOPERATIVE._replace(group_m=4) if _tiles(COOPERATIVE, 1, n) > processors else COOPERATIVE
+    """In groups of rows where one row has so many tiles that few rows at a time would read all of b."""
+    return COOPERATIVE._replace(group_m=4) if 2 * _tiles(COOPERATIVE, 1, n) > processors else COOPERATIVE
 
 
 def gated_tile(m: int, n: int, k: int, processors: int) -> Tile:
@@ -200,7 +208,7 @@ def unmeasured(capability: tuple[int, int]) -> set[Tile]:
     chip = chip_key(capability)
     found = {*_CANDIDATES.get(chip, []), *_table(chip).values()}
     if chip == "sm_90":
-        found |= {WIDE, COOPERATIVE, COOPERATIVE._replace(group_m=4), *COSTS}
+        found |= {WIDE, THIRDS, COOPERATIVE, COOPERATIVE._replace(group_m=4), *COSTS}
         found |= {_with_room(tile, "residual") for tile in found}
     return found
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, WIDE, Epilogue, Tile
+from qframework.kernels.linear import tiles
+from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, WIDE, Epilogue, Tile
 from qframework.kernels.linear.tile_candidates import allowed
 from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, tile_us
 from qframework.kernels.linear.tiles import general_tile
@@ -32,12 +33,17 @@ def test_long_rows_of_large_products_take_cooperative_tiles(epilogue, tile, shap
     assert chosen(*shape, epilogue) == tile
 
 
-def test_a_round_that_is_hardly_begun_keeps_small_tiles():
-    """Of 12608 rows, 297 large tiles take three rounds of 132 multiprocessors, as long as 594 small ones take five."""
-    assert chosen(12608, 768, 3080, "residual") == PINGPONG
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [((6304, 1024, 4096), THIRDS), ((12608, 768, 3072), THIRDS), ((8192, 1280, 5120), PINGPONG)],
+)
+def test_a_round_that_is_hardly_begun_takes_other_tiles(monkeypatch, shape, tile):
+    """Of 12608 rows, 297 tiles of 128 x 256 take three rounds of 132 multiprocessors, and so do 396 of 192 x 128."""
+    monkeypatch.setattr(tiles, "_table", lambda chip: {})
+    assert chosen(*shape, "residual") == tile
 
 
-def test_more_columns_than_programs_are_read_in_groups_of_rows():
+def test_many_columns_are_read_in_groups_of_rows():
     assert chosen(4096, 28672, 4096) == COOPERATIVE._replace(group_m=4)
 
 
