@@ -26,6 +26,7 @@ from qframework.compat.dispatch import below_autograd
 from qframework.compat.dynamo import arguments_of, check_hints
 from qframework.compat.graph_breaks import GraphBreak, break_behind, when_skipped
 from qframework.fallbacks import Fallbacks
+from qframework.graph.detached import NO_GRADIENT
 from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.runtime.call_site import register_call_sites
@@ -149,7 +150,7 @@ def qframework_backend(
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
-        _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
+        _warn_once(NO_GRADIENT)
     on_cpu = devices <= {"cpu"}
     if on_cpu:
         _note_slow_products(report)

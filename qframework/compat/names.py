@@ -195,6 +195,10 @@ _ROWS = (
         "torch.fx cannot say which nodes were erased",
         "the whole graph is searched",
     ),
+    Name(
+        "torch.fx.graph_module.GraphModule._register_deepcopy_hook",
+        "copies of quantized models would give wrong gradients",
+    ),
     Name("torch.fx.graph.Graph._codegen", "the names and nesting of an exported model's inputs cannot be read"),
     Name("torch.fx.experimental.proxy_tensor.make_fx", "nn.MultiheadAttention cannot be lowered in compiled models"),
     Name("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols", "graphs with symbolic sizes cannot be lowered"),
