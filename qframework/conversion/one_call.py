@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from qframework.arguments import as_call, check_in_eval_mode, check_module, described
+from qframework.arguments import as_call, check_in_eval_mode, check_module, described, names_in
 from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
 from qframework.compat.operators import OpOverload
@@ -83,6 +83,7 @@ def quantize(
     if is_compiled(model):
         raise UnsupportedError("quantize: model must not be compiled. Pass the model given to torch.compile")
     check_in_eval_mode(model, "quantize: model")
+    skip = names_in(skip, "quantize: skip")
     chosen = _recipe(recipe)
     quantizer = _quantizer(config)
     if calibration_data is None and (chosen is not None or quantizer.needs_calibration):
@@ -93,7 +94,6 @@ def quantize(
     exported = _exported(model, args, kwargs, _for_signature(model, shapes) if dynamic_shapes == "batch" else shapes)
     if dynamic_shapes == "batch":
         _note_fixed(exported, _tensors(args, kwargs)[0].shape[0])
-    skip = tuple(skip)
     _leave_in_float(quantizer, exported, skip, config)
     converted = quantize_exported(
         exported, quantizer, calibration_data, recipe=chosen, batches=batches, show_progress=progress
