@@ -21,7 +21,7 @@ from qframework.graph.attention_call import (
     product_operands,
     shape_of,
 )
-from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, traced_number, users
+from qframework.graph.nodes import argument, behind, fake_value, is_inactive_dropout, operation, traced_number, users
 from qframework.graph.shapes import same, same_shape
 
 
@@ -252,6 +252,8 @@ class Logits:
 
 def constant_number(value: Any) -> float | None:
     """A number, which the graph may hold as a tensor."""
+    if isinstance(value, Node):
+        value = behind(value, ("detach", "lift_fresh_copy"))  # of constants in exports
     if isinstance(value, Node) and operation(value) in ("full", "scalar_tensor", "tensor"):
         value = value.args[-1] if shape_of(value) == () else None
     value = traced_number(value)

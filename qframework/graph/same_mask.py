@@ -11,7 +11,7 @@ from qframework.graph.writes import is_written
 
 # What masks are computed by. The same arguments give the same result, as those of random operations do not.
 _STEPS = {*CASTS, *COPIES, *VIEWS, "eq", "ne", "lt", "le", "gt", "ge", "invert", "bitwise_not", "logical_not", "bool"}
-_STEPS |= {"getitem", "slice", "expand", "tensor", "full", "scalar_tensor", "lift_fresh_copy"}
+_STEPS |= {"getitem", "slice", "expand", "tensor", "full", "scalar_tensor", "lift_fresh_copy", "detach"}
 
 
 def same_mask(a: Any, b: Any) -> bool:
