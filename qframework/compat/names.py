@@ -78,6 +78,7 @@ _ROWS = (
     # dispatch.py
     Name("torch._C._are_functorch_transforms_active", _FUNCTORCH),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", _FUNCTORCH),
+    Name("torch._C._functorch.get_unwrapped", _FUNCTORCH),
     Name("torch._C._functorch.is_gradtrackingtensor", _FUNCTORCH),
     Name("torch._C._functorch.is_legacy_batchedtensor", _FUNCTORCH),
     Name("torch._C._functorch.is_batchedtensor", _FUNCTORCH),
