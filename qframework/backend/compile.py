@@ -38,7 +38,10 @@ fallbacks = Fallbacks()
 
 _warned: set[str] = set()
 _DERIVATIVES = "its graph computes derivatives (torch.func.grad or jvp, forward mode), and INT8 operators have none"
-_HIGHER_ORDER = "a higher-order operator holds it: torch.cond, a loop, activation checkpointing"
+_HIGHER_ORDER = (
+    "a higher-order operator holds it: torch.cond, a loop, activation checkpointing, or torch.autocast within an "
+    "exported model"
+)
 SKIPPED = "torch.compile skips code that it cannot capture"
 _watching: list[Callable[[], None]] = []  # what ends it, at most one
 # Inductor checks strides and alignment of every argument of every repeated block at each call. Dynamo's guards already

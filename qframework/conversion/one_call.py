@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from inspect import Parameter
 from typing import Any, Literal
 
@@ -35,6 +36,20 @@ RECIPES = {"best": Recipe.best}
 HEAD = ("head",)
 
 
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """``torch.export`` would record the casts of an autocast around it, and the model would run in that alone.
+
+    What is quantized without casts runs with and without autocast.
+    """
+    with ExitStack() as scopes:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                scopes.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@_without_autocast()
 def quantize(
     model: nn.Module,
     example_inputs: Any,

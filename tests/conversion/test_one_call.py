@@ -64,6 +64,19 @@ def test_nan_in_an_input(config, hidden) -> None:
     assert finite.sum().item() == (8 if hidden else 7)
 
 
+def test_quantized_under_autocast() -> None:
+    """The result runs with and without autocast, in the dtype of each."""
+    model, x = nn.Sequential(MLP(), nn.Linear(4, 4)).eval(), torch.randn(64, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        quantized = quantize(model, x, static_int8(), [x], skip=["1"])
+        assert torch.is_autocast_enabled("cpu")
+        assert quantized(x).dtype == torch.bfloat16
+        assert numerics.sqnr_db(model(x), quantized(x)) > 25
+    outside = quantized(x)
+    assert outside.dtype == torch.float32
+    assert numerics.sqnr_db(model(x), outside) > 25
+
+
 def test_fixed_shapes() -> None:
     x = torch.randn(1, 16)
     quantized = quantize(MLP().eval(), x, dynamic_int8(), dynamic_shapes=None)
