@@ -56,6 +56,19 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
+def names_in(value: Any, argument: str) -> tuple[str, ...]:
+    """The names in ``value``, an iterable. Raise UnsupportedError, naming ``argument``, for anything else.
+
+    A single text would be a name for each of its letters.
+    """
+    if isinstance(value, str):
+        raise UnsupportedError(f"{argument} must be a list of names, got {value!r}. Pass [{value!r}]")
+    names = tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise UnsupportedError(f"{argument} must be a list of names, got {described(value)}")
+    return names
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether ``value`` is an int or a float. A bool is neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)

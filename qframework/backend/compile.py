@@ -26,6 +26,7 @@ from qframework.compat.dispatch import below_autograd
 from qframework.compat.dynamo import arguments_of, check_hints
 from qframework.compat.graph_breaks import GraphBreak, break_behind, when_skipped
 from qframework.fallbacks import Fallbacks
+from qframework.graph.detached import NO_GRADIENT
 from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.runtime.call_site import register_call_sites
@@ -37,7 +38,10 @@ fallbacks = Fallbacks()
 
 _warned: set[str] = set()
 _DERIVATIVES = "its graph computes derivatives (torch.func.grad or jvp, forward mode), and INT8 operators have none"
-_HIGHER_ORDER = "a higher-order operator holds it: torch.cond, a loop, activation checkpointing"
+_HIGHER_ORDER = (
+    "a higher-order operator holds it: torch.cond, a loop, activation checkpointing, or torch.autocast within an "
+    "exported model"
+)
 SKIPPED = "torch.compile skips code that it cannot capture"
 _watching: list[Callable[[], None]] = []  # what ends it, at most one
 # Inductor checks strides and alignment of every argument of every repeated block at each call. Dynamo's guards already
@@ -149,7 +153,7 @@ def qframework_backend(
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
-        _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
+        _warn_once(NO_GRADIENT)
     on_cpu = devices <= {"cpu"}
     if on_cpu:
         _note_slow_products(report)

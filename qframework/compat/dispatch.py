@@ -25,6 +25,7 @@ with explained():
     functorch_transforms_active = torch._C._are_functorch_transforms_active
     peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
     is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+    get_unwrapped = torch._C._functorch.get_unwrapped
     is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
     is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
     is_batchedtensor = torch._C._functorch.is_batchedtensor
@@ -158,6 +159,7 @@ __all__ = [
     "forward_level",
     "function_modes",
     "functorch_transforms_active",
+    "get_unwrapped",
     "in_jvp",
     "is_batchedtensor",
     "is_functorch_wrapped_tensor",

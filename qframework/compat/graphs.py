@@ -1,7 +1,8 @@
-"""Graphs of ``torch.fx``: erased nodes, inputs of an exported model, tracing, symbolic sizes."""
+"""Graphs of ``torch.fx``: erased nodes, copies, inputs of an exported model, tracing, symbolic sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -23,6 +24,12 @@ def is_erased(node: Node) -> bool:
 
 
 @explained()
+def call_on_copies(gm: GraphModule, function: Callable[[GraphModule], object]) -> None:
+    """Call ``function`` with each deep copy of ``gm``, to which PyTorch copies no hooks, and with copies of copies."""
+    gm._register_deepcopy_hook(function)
+
+
+@explained()
 def input_structure(gm: GraphModule) -> Any:
     """Names (``orig_args``) and nesting (``in_spec``) of an exported model's inputs; None for any other graph."""
     return getattr(gm.graph._codegen, "pytree_info", None)
@@ -36,6 +43,7 @@ def replace_output_structure(gm: GraphModule, structure: Any) -> None:
 
 
 __all__ = [
+    "call_on_copies",
     "free_unbacked_symbols",
     "input_structure",
     "is_erased",

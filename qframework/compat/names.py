@@ -78,6 +78,7 @@ _ROWS = (
     # dispatch.py
     Name("torch._C._are_functorch_transforms_active", _FUNCTORCH),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", _FUNCTORCH),
+    Name("torch._C._functorch.get_unwrapped", _FUNCTORCH),
     Name("torch._C._functorch.is_gradtrackingtensor", _FUNCTORCH),
     Name("torch._C._functorch.is_legacy_batchedtensor", _FUNCTORCH),
     Name("torch._C._functorch.is_batchedtensor", _FUNCTORCH),
@@ -194,6 +195,10 @@ _ROWS = (
         "torch.fx.node.Node._erased",
         "torch.fx cannot say which nodes were erased",
         "the whole graph is searched",
+    ),
+    Name(
+        "torch.fx.graph_module.GraphModule._register_deepcopy_hook",
+        "copies of quantized models would give wrong gradients",
     ),
     Name("torch.fx.graph.Graph._codegen", "the names and nesting of an exported model's inputs cannot be read"),
     Name("torch.fx.experimental.proxy_tensor.make_fx", "nn.MultiheadAttention cannot be lowered in compiled models"),

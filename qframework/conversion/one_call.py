@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from inspect import Parameter
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from qframework.arguments import as_call, check_in_eval_mode, check_module, described
+from qframework.arguments import as_call, check_in_eval_mode, check_module, described, names_in
 from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
 from qframework.compat.operators import OpOverload
@@ -35,6 +36,20 @@ RECIPES = {"best": Recipe.best}
 HEAD = ("head",)
 
 
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """``torch.export`` would record the casts of an autocast around it, and the model would run in that alone.
+
+    What is quantized without casts runs with and without autocast.
+    """
+    with ExitStack() as scopes:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                scopes.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@_without_autocast()
 def quantize(
     model: nn.Module,
     example_inputs: Any,
@@ -83,6 +98,7 @@ def quantize(
     if is_compiled(model):
         raise UnsupportedError("quantize: model must not be compiled. Pass the model given to torch.compile")
     check_in_eval_mode(model, "quantize: model")
+    skip = names_in(skip, "quantize: skip")
     chosen = _recipe(recipe)
     quantizer = _quantizer(config)
     if calibration_data is None and (chosen is not None or quantizer.needs_calibration):
@@ -93,7 +109,6 @@ def quantize(
     exported = _exported(model, args, kwargs, _for_signature(model, shapes) if dynamic_shapes == "batch" else shapes)
     if dynamic_shapes == "batch":
         _note_fixed(exported, _tensors(args, kwargs)[0].shape[0])
-    skip = tuple(skip)
     _leave_in_float(quantizer, exported, skip, config)
     converted = quantize_exported(
         exported, quantizer, calibration_data, recipe=chosen, batches=batches, show_progress=progress

@@ -18,6 +18,7 @@ from qframework.errors import UnsupportedError
 from qframework.export.onnx_export import write_onnx
 from qframework.export.package import write_package
 from qframework.export.report import OnnxReport
+from qframework.graph.detached import detach_outputs
 from qframework.graph.late_dequantize import dequantize_late
 from qframework.graph.none_inputs import check_none_inputs
 from qframework.graph.source import look_up_once
@@ -27,7 +28,8 @@ from qframework.serialization import save
 class QuantizedModel(GraphModule):
     """A quantized model: an ordinary module, for ``torch.compile(..., backend="qframework")``.
 
-    Without compilation it simulates the INT8 model in float, slowly. ``quantize`` makes it.
+    Without compilation it simulates the INT8 model in float, slowly. ``quantize`` makes it. Its outputs carry no
+    gradient.
     """
 
     def __init__(self, converted: GraphModule, call: tuple[Any, Any], dynamic_shapes: Any, config: Any) -> None:
@@ -37,6 +39,7 @@ class QuantizedModel(GraphModule):
         check_none_inputs(self, [node.name for node, value in inputs if value is None])
         dequantize_late(self)
         look_up_once(self)
+        detach_outputs(self)
         self.training = False
         self._call = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), call)
         self._dynamic_shapes, self._config = dynamic_shapes, config

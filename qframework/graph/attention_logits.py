@@ -21,7 +21,7 @@ from qframework.graph.attention_call import (
     product_operands,
     shape_of,
 )
-from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, traced_number, users
+from qframework.graph.nodes import argument, behind, fake_value, is_inactive_dropout, operation, traced_number, users
 from qframework.graph.shapes import same, same_shape
 
 
@@ -238,9 +238,9 @@ class Logits:
         else:
             mask, fill = argument(node, 0, "condition"), argument(node, 1, "input", "self")
             x = argument(node, 2, "other")
-            if _number(fill) is None:
+            if constant_number(fill) is None:
                 x, fill, seen = fill, x, True
-        logits, fill = cls.trace(x, factor), _number(fill)
+        logits, fill = cls.trace(x, factor), constant_number(fill)
         if operation(mask) == "expand_as" and argument(mask, 1, "other") is x and users(mask) == [node]:
             logits.nodes.append(mask)
             mask = argument(mask, 0, "input", "self")  # broadcasts as well
@@ -250,8 +250,10 @@ class Logits:
         return logits
 
 
-def _number(value: Any) -> float | None:
+def constant_number(value: Any) -> float | None:
     """A number, which the graph may hold as a tensor."""
+    if isinstance(value, Node):
+        value = behind(value, ("detach", "lift_fresh_copy"))  # of constants in exports
     if isinstance(value, Node) and operation(value) in ("full", "scalar_tensor", "tensor"):
         value = value.args[-1] if shape_of(value) == () else None
     value = traced_number(value)

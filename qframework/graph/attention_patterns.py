@@ -6,14 +6,17 @@
 
 Steps in brackets are optional and may come in any order and number. Scaling by a number becomes the operator's
 ``scale``; scaling by a tensor that is the same for all keys (Swin V2's logit scale) is applied to the query; every
-summand keeps the shape in which it is added. The maximum of a row may be subtracted. Sinks (GPT-OSS), one logit of
-each row that is appended before the softmax and whose weight is dropped behind it, are an operand of their own.
+summand keeps the shape in which it is added. The maximum of a row may be subtracted. The weights of keys that a mask
+hides may be set to zero (ESPnet, CPM-Ant), which the operator does too where a row has no other keys. Sinks (GPT-OSS),
+one logit of each row that is appended before the softmax and whose weight is dropped behind it, are an operand of their
+own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -29,12 +32,14 @@ from qframework.graph.attention_call import (
     product_operands,
     shape_of,
 )
-from qframework.graph.attention_logits import Logits, unscaled
+from qframework.graph.attention_logits import Logits, constant_number, unscaled
 from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, traced_number, users
+from qframework.graph.same_mask import same_mask
 from qframework.graph.selections import Selection, keeps_dimension, selection
-from qframework.graph.shapes import same
+from qframework.graph.shapes import same, same_shape
 
 Found = TypeVar("Found")
+_PASS_THROUGH = "its weights pass through {}, which the operator does not compute"
 
 
 def sdpa_call(node: Node) -> AttentionCall | None:
@@ -109,6 +114,7 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
         raise weighted
     end, weights = weighted
     _check_keys(logits, weights)
+    summands = _without_hidden_weights(logits.summands, weights)
     own = {*logits.nodes, *weights}
     for node in (*logits.nodes, *weights):
         _require_private(node, own)
@@ -116,7 +122,7 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
     value = argument(end, 1, "other", "mat2")
     return AttentionCall(
         end, query.x, key.x, value, logits.shape, shape_of(weights[-1]), key_is_transposed=True,
-        enable_gqa=share_one_head(query.x, key.x, value), summands=logits.summands, row_factors=logits.row_factors,
+        enable_gqa=share_one_head(query.x, key.x, value), summands=summands, row_factors=logits.row_factors,
         scale=logits.factor * query.factor * key.factor, between=[*logits.nodes, *weights, end],
         sinks=logits.sinks,
         first=min((*query.steps, *key.steps, logits.nodes[0])), scaling=[*query.steps, *key.steps],
@@ -161,7 +167,7 @@ def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
         onward = [user for user in readers if _hands_on(user, node)]
         if not onward:
             if steps := _steps_to_product(node, 4):
-                raise Unrecognized(f"its weights pass through {steps[0]}, which the operator does not compute")
+                raise Unrecognized(_PASS_THROUGH.format(steps[0]))
             raise NotAttention
         node = onward[0]
         if operation(node) == "dropout" and not is_inactive_dropout(node):
@@ -170,8 +176,29 @@ def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
 
 
 def _hands_on(node: Node, value: Node) -> bool:
-    passes = keeps_numbers(node) or operation(node) == "dropout" or _dropped_weights(node) is not None
+    passes = keeps_numbers(node) or operation(node) == "dropout" or _dropped_weights(node) is not None or _zeroes(node)
     return passes and argument(node, 0, "input", "self") is value
+
+
+def _zeroes(node: Node) -> bool:
+    """Whether a node is ``x.masked_fill(mask, 0)``."""
+    return operation(node) == "masked_fill" and constant_number(argument(node, 2, "value")) == 0.0
+
+
+def _without_hidden_weights(summands: list[Summand], weights: list[Node]) -> list[Summand]:
+    """The summands with which no weight is left that these nodes set to zero, also where no key is left in a row.
+
+    Raises:
+        Unrecognized: the weights of other keys are set to zero than those of the only mask.
+    """
+    for node in filter(_zeroes, weights):
+        masks = [summand for summand in summands if summand.fill is not None]
+        hidden = argument(node, 1, "mask")
+        known = len(masks) == 1 and not masks[0].seen and same_shape(masks[0].shape, shape_of(node))
+        if not known or not same_mask(masks[0].value, hidden):
+            raise Unrecognized(_PASS_THROUGH.format(operation(node)))
+        summands = [replace(each, fill=-math.inf) if each is masks[0] else each for each in summands]
+    return summands
 
 
 def _dropped_weights(node: Node) -> Selection | None:

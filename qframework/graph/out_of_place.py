@@ -43,7 +43,7 @@ _OPERATORS: dict[Any, Any] = {
 }
 # Operations of each element by itself, whose form in place has the same arguments.
 _OF_ELEMENTS = {"add", "sub", "mul", "div", "neg", "exp", "pow", "sqrt", "rsqrt", "relu", "sigmoid", "tanh"}
-_OF_ELEMENTS |= {"clamp", "clamp_min", "clamp_max", "masked_fill", "nan_to_num", "tril", "triu"}
+_OF_ELEMENTS |= {"clamp", "clamp_min", "clamp_max", "masked_fill", "nan_to_num", "tril", "triu", "detach"}
 
 
 class _Call(NamedTuple):

@@ -21,6 +21,8 @@ from qframework.compat.dispatch import (
     AUTOCAST_SCOPES,
     FakeTensorMode,
     TorchDispatchMode,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
     is_traceable_wrapper_subclass,
     memory_of,
     set_grad_enabled,
@@ -318,10 +320,12 @@ def _memory_of(value: Any) -> set[int] | None:
 
 
 def _held(x: Any) -> Iterator[Any]:
-    """``x``, or what it wraps, if it is of a subclass that names what it wraps, such as a BlockTensor."""
+    """``x``, or what it wraps: of a subclass that names what it wraps, such as a BlockTensor, or of ``torch.vmap``."""
     if is_traceable_wrapper_subclass(x):
         for name in x.__tensor_flatten__()[0]:
             yield from _held(getattr(x, name))
+    elif isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
+        yield from _held(get_unwrapped(x))
     else:
         yield x
 

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from qframework.compat import pytree
 from qframework.errors import FileFormatError
 from qframework.files import parse_json
+from qframework.graph.detached import detach_outputs
 from qframework.graph.late_dequantize import dequantize_late
 from qframework.graph.none_inputs import check_none_inputs
 from qframework.graph.source import look_up_once
@@ -87,6 +88,7 @@ def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constant
     check_none_inputs(model, [x.name for x in constants_of if isinstance(x, ConstantArgument) and x.value is None])
     dequantize_late(model)
     look_up_once(model)
+    detach_outputs(model)
     return model
 
 

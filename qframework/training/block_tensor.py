@@ -370,11 +370,16 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed:
         seed: one int64 on ``x``'s device, see ``new_seed``; rounds stochastically instead of half to even.
 
     Raises:
-        UnsupportedError: an unsupported block size or dtype.
+        UnsupportedError: an unsupported block size or dtype, or a call in ``torch.export`` or ``torch.jit.trace``.
         QFrameworkError: a BlockTensor of another block size.
     """
     if isinstance(x, BlockTensor):
         return as_blocks(x, block_size)
+    if torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch.jit.is_tracing()):
+        raise UnsupportedError(
+            "torch.export and torch.jit.trace cannot capture a model of convert_to_int8_training. Call "
+            "restore_float(model) first"
+        )
     check_float_input("quantize_blocks", x)
     return QuantizeBlocks.apply(x, canonical_size(block_size), seed)
 

@@ -14,6 +14,7 @@ from typing import Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from qframework.arguments import names_in
 from qframework.compat.dynamo import is_compiled
 from qframework.compat.modules import parameters
 from qframework.errors import QFrameworkError, UnsupportedError
@@ -133,8 +134,8 @@ def make_plan(
         QFrameworkError: ``model`` is converted or wrapped; a name in ``blocks`` or ``keep_float`` matches no module.
     """
     _check_model(model)
-    _check_names(model, "blocks", blocks or ())
-    _check_names(model, "keep_float", keep_float)
+    blocks = None if blocks is None else _names_in(model, "blocks", blocks)
+    keep_float = _names_in(model, "keep_float", keep_float)
     plan, everywhere = ConversionPlan(mode, block_size), _places(model)
     found = _find_blocks(model, blocks)
     plan.outside = _outside(found, everywhere)
@@ -385,13 +386,15 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns for path in (*_ancestors(name), name))
 
 
-def _check_names(model: nn.Module, argument: str, patterns: Sequence[str]) -> None:
+def _names_in(model: nn.Module, argument: str, value: Sequence[str]) -> tuple[str, ...]:
+    patterns = names_in(value, f"convert_to_int8_training: {argument}")
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise QFrameworkError(
                 f"convert_to_int8_training: {argument} must match modules of {type(model).__name__}, got {pattern!r}"
             )
+    return patterns
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

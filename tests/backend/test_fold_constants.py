@@ -195,6 +195,12 @@ def test_calls_that_set_a_state_are_not_run():
     assert count(Mapped().eval(), "vmap_increment") == 3
 
 
+@pytest.mark.parametrize(("name", "calls"), [("dynamic_quantize", 1), ("permute", 0)])
+def test_weights_beside_a_mask_of_vmap_are_frozen(name, calls):
+    """What ``torch.vmap`` wraps may be any memory otherwise."""
+    assert count(Mapped().eval(), name) == calls
+
+
 def test_a_table_that_the_graph_writes_is_read_at_each_call():
     model = Written().eval().requires_grad_(False)
     before = model.table.clone()

@@ -53,6 +53,30 @@ def test_modules_in_training_mode_are_named(in_place, caplog) -> None:
     assert "training mode" not in caplog.text
 
 
+@pytest.mark.parametrize(("config", "hidden"), [(static_int8(), True), (dynamic_int8(), False)])
+def test_nan_in_an_input(config, hidden) -> None:
+    """As docs/concepts.md says: a static scale hides it."""
+    x = torch.randn(8, 16)
+    quantized = quantize(MLP().eval(), x, config, [x])
+    x[3, 5] = float("nan")
+    finite = quantized(x).isfinite().all(-1)
+    assert finite[3].item() is hidden
+    assert finite.sum().item() == (8 if hidden else 7)
+
+
+def test_quantized_under_autocast() -> None:
+    """The result runs with and without autocast, in the dtype of each."""
+    model, x = nn.Sequential(MLP(), nn.Linear(4, 4)).eval(), torch.randn(64, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        quantized = quantize(model, x, static_int8(), [x], skip=["1"])
+        assert torch.is_autocast_enabled("cpu")
+        assert quantized(x).dtype == torch.bfloat16
+        assert numerics.sqnr_db(model(x), quantized(x)) > 25
+    outside = quantized(x)
+    assert outside.dtype == torch.float32
+    assert numerics.sqnr_db(model(x), outside) > 25
+
+
 def test_fixed_shapes() -> None:
     x = torch.randn(1, 16)
     quantized = quantize(MLP().eval(), x, dynamic_int8(), dynamic_shapes=None)
@@ -331,6 +355,8 @@ def _trained_in_int8():
         (lambda: "vit", {}, r"model must be an nn.Module, got 'vit'"),
         (MLP, {"config": "int4"}, r"config must be a configuration such as static_int8\(\), one of 'static_int8', "),
         (MLP, {"recipe": "worst"}, r"recipe must be None, a Recipe or 'best', got 'worst'"),
+        (MLP, {"skip": "fc1"}, r"quantize: skip must be a list of names, got 'fc1'\. Pass \['fc1'\]"),
+        (MLP, {"skip": None}, r"quantize: skip must be a list of names, got None of type NoneType"),
         (MLP, {"dynamic_shapes": "all"}, r"dynamic_shapes must be 'batch', None or as in torch.export.export"),
     ],
 )

@@ -61,6 +61,10 @@ FORMS = {
         lambda q, k, v: (product(q, k) * SCALE).masked_fill(~CAUSAL, -math.inf).softmax(-1) @ v,
         {"attn_mask": CAUSAL},
     ),
+    "hidden weights set to zero": (
+        lambda q, k, v: (product(q, k) * SCALE).masked_fill(~CAUSAL, LOW).softmax(-1).masked_fill(~CAUSAL, 0.0) @ v,
+        {"attn_mask": CAUSAL},
+    ),
     "filled with a number": (
         lambda q, k, v: (product(q, k) * SCALE).masked_fill(~PADDING, LOW).softmax(-1) @ v,
         {"attn_mask": PADDING},
@@ -147,6 +151,28 @@ def test_attention_written_as_products_becomes_one_call(name, dialect):
     assert all(report.lowered for report in capture.attention)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("fill", [LOW, -math.inf])
+def test_rows_whose_hidden_weights_are_set_to_zero(fill, biased):
+    """ESPnet and NeMo: a row without keys is zero, not the mean of all values."""
+    hidden = torch.rand(2, 1, 17, 17, generator=torch.Generator().manual_seed(0)) < 0.3
+    hidden[:, :, 5] = True
+
+    def attend(q, k, v, hidden):
+        scores = product(q, k) * SCALE + (BIAS if biased else 0.0)
+        weights = scores.masked_fill(hidden, fill).softmax(-1)
+        weights.masked_fill_(hidden, 0.0)
+        return weights @ v
+
+    q, k, v = qkv()
+    expected = attend(q, k, v, hidden)
+    out, capture = compiled(attend, q, k, v, hidden)
+    assert len(capture.calls) == 1, capture.attention
+    assert torch.equal(expected[:, :, 5], torch.zeros(2, 2, 16))
+    assert torch.equal(out[:, :, 5], torch.zeros(2, 2, 16))
+    assert (out - expected).abs().max() < error_bound(q, k, v, SCALE)
+
+
 @pytest.mark.parametrize("factor", [20 + 20 * torch.rand(2, 1, 1), torch.tensor(30.0)], ids=["per head", "one"])
 @pytest.mark.parametrize("divide", [False, True])
 def test_logits_scaled_by_a_tensor(factor, divide):
@@ -222,6 +248,16 @@ LEFT_ALONE = {
     "logits returned": (logits_returned, "has other readers too: "),
     "softcap": (lambda q, k, v: torch.tanh(product(q, k)).softmax(-1) @ v, "logits pass through tanh"),
     "talking heads": (lambda q, k, v: product(q, k).transpose(0, 1).softmax(-1) @ v, "logits pass through transpose"),
+    "other weights set to zero": (
+        lambda q, k, v: product(q, k).masked_fill(~CAUSAL, LOW).softmax(-1).masked_fill(CAUSAL, 0.0) @ v,
+        "weights pass through masked_fill",
+    ),
+    "weights of one of two masks set to zero": (
+        lambda q, k, v: (
+            product(q, k).masked_fill(~CAUSAL, LOW).masked_fill(~PADDING, LOW).softmax(-1).masked_fill(~CAUSAL, 0.0) @ v
+        ),
+        "weights pass through masked_fill",
+    ),
     "random factor per key": (scaled_per_key, "must be scaled by one factor per row, got"),
     "softmax over all pairs": (softmax_over_all_pairs, "softmax must be over the 17 logits of a row, got 289"),
     "softmax over groups": (softmax_over_groups_of_keys, "softmax must be over the 16 logits of a row, got 4"),

@@ -263,6 +263,25 @@ def test_attention_spelled_out(x, config, mask):
     assert sqnr_db(model(x), converted(x)) > 25
 
 
+@pytest.mark.parametrize("config", [static_attention(), dynamic_attention("sage_b")])
+def test_attention_whose_hidden_weights_are_set_to_zero(x, config):
+    """As CPM-Ant does, which computes its mask twice from constants."""
+
+    class Zeroed(SpelledOut):
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+            logits = torch.masked_fill(q @ k.mT * 0.4, self.mask.eq(torch.tensor(False)), torch.tensor(-torch.inf))
+            weights = torch.masked_fill(logits.softmax(-1), self.mask.eq(torch.tensor(False)), torch.tensor(0.0))
+            return self.proj((weights @ v).transpose(1, 2).reshape(x.shape))
+
+    model = nn.Sequential(Zeroed(torch.ones(5, 5).tril(-1).bool())).eval()  # the first token sees nothing
+    converted = quantized(model, QFrameworkQuantizer().set_global(config), x)
+    nodes = count(converted)
+    assert (nodes[SDPA], nodes[SAGE]) == ((1, 0) if config.is_static else (0, 1))
+    assert sqnr_db(model(x), converted(x)) > 25
+    torch.testing.assert_close(converted(x)[:, 0], model(x)[:, 0])
+
+
 def test_attention_spelled_out_stays_where_no_rule_wants_it(x):
     quantizer = QFrameworkQuantizer().set_global(static_attention()).set_module_name("0", None)
     converted = quantized(nn.Sequential(SpelledOut()), quantizer, x)

@@ -345,6 +345,9 @@ def test_bad_arguments_are_refused() -> None:
         convert_to_int8_training(vit(), keep_float=["block.0"])
     with pytest.raises(QFrameworkError, match=r"blocks must match modules of VisionTransformer, got 'layers\.\*'"):
         convert_to_int8_training(vit(), blocks=["layers.*"])
+    for argument in ("keep_float", "blocks"):
+        with pytest.raises(UnsupportedError, match=rf"{argument} must be a list of names, got '\*'\. Pass \['\*'\]"):
+            convert_to_int8_training(vit(), **{argument: "*"})
     with pytest.raises(UnsupportedError, match=r"model must have transformer blocks, .* got a Sequential"):
         convert_to_int8_training(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
     model = convert_to_int8_training(vit())

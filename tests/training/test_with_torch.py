@@ -22,7 +22,7 @@ from training_models import MODELS, inputs, loss_of
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.kernels.blocks.format import CanonicalSize
-from qframework.training import compilation, conversion_report, convert_to_int8_training, fallbacks
+from qframework.training import compilation, conversion_report, convert_to_int8_training, fallbacks, restore_float
 from qframework.training.dropout import Int8Dropout
 
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -210,6 +210,24 @@ def test_autocast_everywhere_else(name: str, block_size: CanonicalSize) -> None:
     assert loss.item() == pytest.approx(loss_of(model, x).item(), rel=0.02)
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     assert fallbacks == {}
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        lambda model, images: torch.export.export(model, images),
+        lambda model, images: torch.export.export(model, images, strict=True),
+        lambda model, images: torch.jit.trace(model, images),
+    ],
+    ids=["export", "strict export", "trace"],
+)
+def test_captured_after_restore_float(capture, fresh_dynamo: None) -> None:
+    """PyTorch's own errors name neither the conversion nor what to do."""
+    model, images = convert_to_int8_training(MODELS["vit"](), skip_slower=False).eval(), (torch.randn(2, 1, 16, 16),)
+    with torch.no_grad(), pytest.raises(Exception, match=r"cannot capture a model of convert_to_int8_training\. Call "):
+        capture(model, images)
+    with torch.no_grad():
+        assert capture(restore_float(model), images)
 
 
 def test_an_existing_optimizer_keeps_working() -> None:

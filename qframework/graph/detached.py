@@ -1,0 +1,63 @@
+"""Detaches the outputs of a quantized model that runs without compilation, as those of the compiled one are.
+
+Rounding to integers passes no gradient on. Autograd would follow only what goes around it, such as residual sums, and
+give a wrong gradient without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.compat import pytree
+from qframework.compat.graphs import call_on_copies
+from qframework.compat.operators import OpOverload
+
+logger = logging.getLogger(__name__)
+
+NO_GRADIENT = "outputs of INT8 layers carry no gradient; call the model under torch.no_grad()"
+
+
+def detach_outputs(gm: GraphModule) -> None:
+    """Detach what calls of ``gm`` return in eager mode if it quantizes activations; log the first that had a gradient.
+
+    Copies of the model do the same.
+    """
+    if any(map(_quantizes, gm.graph.nodes)):
+        _add_hook(gm)
+        call_on_copies(gm, _add_hook)
+
+
+def _quantizes(node: Node) -> bool:
+    """Whether the node rounds to integers. Quantized attention has a gradient: that of exact attention."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in ("quantized_decomposed", "qframework"):
+        return False
+    name = str(node.target)
+    return "quantize" in name and "dequantize" not in name
+
+
+def _add_hook(gm: GraphModule) -> None:
+    gm.register_forward_hook(_detached)
+
+
+def _detached(model: Any, inputs: Any, outputs: Any) -> Any:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
+        return outputs
+    return pytree.tree_map_only(Tensor, _detach, outputs)
+
+
+def _detach(x: Tensor) -> Tensor:
+    if not x.requires_grad:
+        return x
+    _tell()
+    return x.detach()
+
+
+@functools.cache
+def _tell() -> None:
+    logger.warning("qframework: %s", NO_GRADIENT)
