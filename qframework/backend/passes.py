@@ -46,7 +46,7 @@ from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.read_parts import read_parts
 from qframework.graph.scalar_constants import use_numbers
 from qframework.graph.select_early import select_early
-from qframework.graph.shorten import erase_inactive_dropouts
+from qframework.graph.shorten import erase_inactive_dropouts, erase_unread_results
 
 
 def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
@@ -100,6 +100,7 @@ def forget_assertions(lowering: Lowering) -> None:
 LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
     on_graph(erase_inactive_dropouts),
+    on_graph(erase_unread_results),
     on_graph(write_out_of_place),
     on_graph(read_parts),
     on_graph(expand_multi_head_attention),

@@ -6,10 +6,12 @@ dropouts in each block, and zero points for each of its weights.
 
 from __future__ import annotations
 
+import torch
 from torch.fx import GraphModule, Node
 
+from qframework.compat.operators import OpOverload, schema
 from qframework.graph.attributes import attribute, readers
-from qframework.graph.nodes import is_inactive_dropout
+from qframework.graph.nodes import fake_value, is_inactive_dropout
 
 _DEQUANTIZE = "quantized_decomposed.dequantize_per_channel.default"
 
@@ -27,6 +29,23 @@ def erase_inactive_dropouts(gm: GraphModule) -> None:
         if is_inactive_dropout(node):
             node.replace_all_uses_with(node.all_input_nodes[0])
             gm.graph.erase_node(node)
+
+
+def erase_unread_results(gm: GraphModule) -> None:
+    """Erase operators whose result nothing reads, in place and without recompiling.
+
+    Exports keep the mean of the weights that ``nn.MultiheadAttention`` returns, with which its softmax has two readers.
+    """
+    for node in reversed(list(gm.graph.nodes)):
+        if not node.users and _only_computes(node):
+            gm.graph.erase_node(node)
+
+
+def _only_computes(node: Node) -> bool:
+    """Whether a node does nothing but compute tensors: no writes, random numbers or checks."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or fake_value(node) is None:
+        return False
+    return not schema(node.target).is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _share_zero_points(gm: GraphModule) -> None:

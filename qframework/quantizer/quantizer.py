@@ -21,6 +21,7 @@ from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.read_after_writes import read_after_writes
 from qframework.graph.replace_attention import name_shapes
 from qframework.graph.scalar_constants import write_out_scalars
+from qframework.graph.shorten import erase_unread_results
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.weight_rows import separate_weights
 from qframework.quantizer.annotate_attention import (
@@ -245,6 +246,7 @@ class QFrameworkQuantizer(Quantizer):
     def _transform_attentions(self, model: GraphModule) -> None:
         write_out_of_place(model)
         name_shapes(model)
+        erase_unread_results(model)
         expand_einsum(model)
         for node in list(model.graph.nodes):
             if is_attention(node) or is_softmax(node):

@@ -16,6 +16,7 @@ from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.nodes import argument
 from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.replace_attention import name_shapes
+from qframework.graph.shorten import erase_unread_results
 from qframework.numerics import FLOAT_DTYPES
 from qframework.quantizer import AttentionConfig, dynamic_attention, static_attention
 from qframework.quantizer.annotate_attention import (
@@ -139,6 +140,7 @@ def _write_attentions(gm: fx.GraphModule, config: AttentionConfig) -> dict[fx.No
     """Replace every attention that ``config`` supports by its operator; returns the nodes with their layers' names."""
     write_out_of_place(gm)
     name_shapes(gm)
+    erase_unread_results(gm)
     expand_einsum(gm)
     names: dict[fx.Node, str] = {}
     for node in list(gm.graph.nodes):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qframework.graph.shorten import shorten
+from qframework.graph.shorten import erase_unread_results, shorten
 
 _decomposed = torch.ops.quantized_decomposed
 X = torch.randn(3, 8)
@@ -62,3 +62,23 @@ def test_a_zero_point_that_something_else_reads_stays() -> None:
     gm = torch.export.export(Reads().eval(), (X,)).module()
     shorten(gm)
     assert {"zero0", "zero1", "zero2"} <= set(gm.state_dict())
+
+
+def test_results_that_nothing_reads_leave_and_effects_stay() -> None:
+    class Unread(nn.Module):
+        def forward(self, x):
+            x = x * 2
+            x.exp().sum(0)
+            x.add_(1)
+            torch.rand_like(x)
+            return x
+
+    gm = torch.export.export(Unread(), (X,)).module()
+    called = {str(node.target) for node in gm.graph.nodes}
+    erase_unread_results(gm)
+    left = {str(node.target) for node in gm.graph.nodes}
+    assert called - left <= {"aten.exp.default", "aten.sum.dim_IntList"}
+    assert {"aten.add_.Tensor", "aten.rand_like.default"} & called <= left
+    assert "aten.exp.default" not in left
+    gm.recompile()
+    assert torch.equal(gm(X), X * 2 + 1)

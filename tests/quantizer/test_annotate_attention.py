@@ -264,6 +264,27 @@ def test_attention_spelled_out(x, config, mask):
 
 
 @pytest.mark.parametrize("config", [static_attention(), dynamic_attention("sage_b")])
+def test_attention_that_returns_weights_which_nothing_reads(x, config):
+    """``nn.MultiheadAttention`` returns them by default."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x):
+            out, _ = self.attention(x, x, x)
+            return x + out
+
+    model = Model().eval()
+    converted = quantized(model, QFrameworkQuantizer().set_global(config), x, dynamic_batch=True)
+    nodes = count(converted)
+    assert (nodes[SDPA], nodes[SAGE]) == ((1, 0) if config.is_static else (0, 1))
+    assert nodes[torch.ops.aten.softmax.int] == 0
+    assert sqnr_db(model(x), converted(x)) > 25
+
+
+@pytest.mark.parametrize("config", [static_attention(), dynamic_attention("sage_b")])
 def test_attention_whose_hidden_weights_are_set_to_zero(x, config):
     """As CPM-Ant does, which computes its mask twice from constants."""
 
