@@ -79,6 +79,8 @@ def lower_attention(lowering: Lowering) -> None:
             name = layer_name(node)
             wanted = _is_wanted(node, _option_of(option, name, seen[name]))
             reports.append(LayerReport(name, False, str(operation(node)), _FUSED, wanted, kind="attention"))
+            if lowering.options.linear != "off":
+                reports.append(LayerReport(name, False, str(operation(node)), _FUSED, fallback=True))
         elif (report := _lower_one(gm, node, option, seen, values)) is not None:
             reports.append(report)
             seen[report.name] += 1

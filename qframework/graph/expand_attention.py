@@ -1,4 +1,4 @@
-"""Expands ``F.multi_head_attention_forward``, which Dynamo records as one node, into its operations.
+"""Expands ``F.multi_head_attention_forward`` and PyTorch's fused encoder layer, each one node, into their operations.
 
 From::
 
@@ -10,11 +10,15 @@ To::
 
 so that later passes find the linears and the attention of ``nn.MultiheadAttention``. Where the attention weights are
 read too (``getitem 1``), two products and a softmax take the place of ``scaled_dot_product_attention``.
+
+``nn.TransformerEncoderLayer`` in inference is one node as well, ``_transformer_encoder_layer_fwd``. Without a mask it
+becomes its linears, norms and attention.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -26,14 +30,77 @@ from torch.fx.node import map_arg
 from qframework.compat.dispatch import FakeTensor
 from qframework.compat.dynamo import value_key
 from qframework.compat.graphs import make_fx
-from qframework.graph.nodes import fake_value, linear_call
+from qframework.graph.nodes import fake_value, linear_call, operation
+
+_FUSED_LAYER = "_transformer_encoder_layer_fwd"
 
 
 def expand_multi_head_attention(gm: GraphModule) -> None:
-    """Replace, in place, every ``multi_head_attention_forward``."""
+    """Replace, in place, every ``multi_head_attention_forward``, and fused encoder layers without a mask."""
     for node in list(gm.graph.nodes):
         if node.target is F.multi_head_attention_forward and (outputs := _outputs(node)) is not None:
-            _expand(gm, node, outputs)
+            _expand(gm, node, outputs, _attend)
+        elif operation(node) == _FUSED_LAYER and not any(_mask(*node.args, **node.kwargs)):
+            _expand(gm, node, {0: node}, _encode)
+
+
+def _attend(outputs: dict[int, Node], *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    call = signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    return F.multi_head_attention_forward(**{**call.arguments, "need_weights": 1 in outputs})
+
+
+def _mask(*args: Any, mask: Any = None, mask_type: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+    """The last two arguments of a fused encoder layer."""
+    return args[18] if len(args) > 18 else mask, args[19] if len(args) > 19 else mask_type
+
+
+def _encode(
+    outputs: dict[int, Node],
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    norm_weight_2: Tensor,
+    norm_bias_2: Tensor,
+    ffn_weight_1: Tensor,
+    ffn_bias_1: Tensor,
+    ffn_weight_2: Tensor,
+    ffn_bias_2: Tensor,
+    *mask: None,
+) -> tuple[Tensor]:
+    """``_transformer_encoder_layer_fwd`` of ``src`` ``(B, N, C)``, in its operations."""
+
+    def attend(x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        projections = (qkv_weight, qkv_bias, None, None, False, 0.0, proj_weight, proj_bias)
+        y, _ = F.multi_head_attention_forward(
+            x, x, x, embed_dim, num_heads, *projections, training=False, need_weights=False
+        )
+        return y.transpose(0, 1)
+
+    def feed_forward(x: Tensor) -> Tensor:
+        hidden = F.linear(x, ffn_weight_1, ffn_bias_1)
+        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), ffn_weight_2, ffn_bias_2)
+
+    def norm_1(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+
+    def norm_2(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+
+    if norm_first:
+        x = src + attend(norm_1(src))
+        return (x + feed_forward(norm_2(x)),)
+    x = norm_1(src + attend(src))
+    return (norm_2(x + feed_forward(x)),)
 
 
 def _outputs(node: Node) -> dict[int, Node] | None:
@@ -44,7 +111,7 @@ def _outputs(node: Node) -> dict[int, Node] | None:
     return {index: items[index] for index in (0, 1) if index in items and (index == 0 or items[index].users)}
 
 
-def _expand(gm: GraphModule, node: Node, outputs: dict[int, Node]) -> None:
+def _expand(gm: GraphModule, node: Node, outputs: dict[int, Node], function: Callable[..., tuple[Any, ...]]) -> None:
     inputs = [operand for operand in node.all_input_nodes if fake_value(operand) is not None]
     fakes, recorded = [fake_value(operand) for operand in inputs], [fake_value(output) for output in outputs.values()]
     modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
@@ -56,8 +123,7 @@ def _expand(gm: GraphModule, node: Node, outputs: dict[int, Node]) -> None:
         args: Any
         kwargs: Any
         args, kwargs = map_arg((node.args, node.kwargs), of.__getitem__)
-        call = signature(F.multi_head_attention_forward).bind(*args, **kwargs)
-        results = F.multi_head_attention_forward(**{**call.arguments, "need_weights": 1 in outputs})
+        results = function(outputs, *args, **kwargs)
         return tuple(result for index, result in enumerate(results) if index in outputs and result is not None)
 
     with modes[0]:
@@ -83,6 +149,5 @@ def _inline(
                 new.meta = {name: node.meta[name] for name in kept if name in node.meta} | {key: each.meta.get("val")}
     for output, result in results.items():
         output.replace_all_uses_with(copies[result])
-    for user in list(node.users):
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
+    for read in [*node.users, node]:
+        gm.graph.erase_node(read)
