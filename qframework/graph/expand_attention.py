@@ -11,8 +11,8 @@ To::
 so that later passes find the linears and the attention of ``nn.MultiheadAttention``. Where the attention weights are
 read too (``getitem 1``), two products and a softmax take the place of ``scaled_dot_product_attention``.
 
-``nn.TransformerEncoderLayer`` in inference is one node as well, ``_transformer_encoder_layer_fwd``. Without a mask it
-becomes its linears, norms and attention.
+``nn.TransformerEncoderLayer`` in inference is one node as well, ``_transformer_encoder_layer_fwd``. It becomes its
+linears, norms and attention.
 """
 
 from __future__ import annotations
@@ -36,22 +36,17 @@ _FUSED_LAYER = "_transformer_encoder_layer_fwd"
 
 
 def expand_multi_head_attention(gm: GraphModule) -> None:
-    """Replace, in place, every ``multi_head_attention_forward``, and fused encoder layers without a mask."""
+    """Replace, in place, every ``multi_head_attention_forward`` and every fused encoder layer."""
     for node in list(gm.graph.nodes):
         if node.target is F.multi_head_attention_forward and (outputs := _outputs(node)) is not None:
             _expand(gm, node, outputs, _attend)
-        elif operation(node) == _FUSED_LAYER and not any(_mask(*node.args, **node.kwargs)):
+        elif operation(node) == _FUSED_LAYER:
             _expand(gm, node, {0: node}, _encode)
 
 
 def _attend(outputs: dict[int, Node], *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
     call = signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     return F.multi_head_attention_forward(**{**call.arguments, "need_weights": 1 in outputs})
-
-
-def _mask(*args: Any, mask: Any = None, mask_type: Any = None, **kwargs: Any) -> tuple[Any, Any]:
-    """The last two arguments of a fused encoder layer."""
-    return args[18] if len(args) > 18 else mask, args[19] if len(args) > 19 else mask_type
 
 
 def _encode(
@@ -74,16 +69,22 @@ def _encode(
     ffn_bias_1: Tensor,
     ffn_weight_2: Tensor,
     ffn_bias_2: Tensor,
-    *mask: None,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
 ) -> tuple[Tensor]:
-    """``_transformer_encoder_layer_fwd`` of ``src`` ``(B, N, C)``, in its operations."""
+    """``_transformer_encoder_layer_fwd`` of ``src`` ``(B, N, C)``, in its operations.
+
+    The mask hides keys where it is True, or is added: ``(N, N)`` with type 0, ``(B, N)`` with type 1,
+    ``(B, heads, N, N)`` with type 2. PyTorch's kernel also hides keys to which a number is added that hides none.
+    """
 
     def attend(x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
         projections = (qkv_weight, qkv_bias, None, None, False, 0.0, proj_weight, proj_bias)
         y, _ = F.multi_head_attention_forward(
-            x, x, x, embed_dim, num_heads, *projections, training=False, need_weights=False
-        )
+            x, x, x, embed_dim, num_heads, *projections, training=False, need_weights=False,
+            key_padding_mask=mask if mask_type == 1 else None, attn_mask=of_heads if mask_type != 1 else None,
+        )  # fmt: skip
         return y.transpose(0, 1)
 
     def feed_forward(x: Tensor) -> Tensor:
@@ -96,6 +97,7 @@ def _encode(
     def norm_2(x: Tensor) -> Tensor:
         return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
 
+    of_heads = mask.flatten(0, 1) if mask is not None and mask_type == 2 else mask
     if norm_first:
         x = src + attend(norm_1(src))
         return (x + feed_forward(norm_2(x)),)

@@ -9,7 +9,6 @@ from attention_models import VARIANT, Capture, compiled, randomize
 from torch import nn
 
 import qframework
-from qframework.backend import fallbacks
 from qframework.backend.options import BackendOptions
 from qframework.numerics import sqnr_db
 
@@ -138,12 +137,28 @@ class TestFusedEncoderLayer:
         assert names == {f"layers.{i}.{name}" for i in range(2) for name in linears}
         assert len(capture.calls) == 2
 
-    def test_a_fused_layer_with_a_mask_is_told(self, caplog):
-        model = nn.TransformerEncoderLayer(32, 2, 48, batch_first=True).eval()
-        x, mask = torch.randn(2, 17, 32), torch.ones(17, 17).triu(1).bool()
-        fallbacks.clear()
+    @pytest.mark.parametrize("kinds", ["padding", "causal", "padding and causal", "added"])
+    def test_masks(self, kinds):
+        """Padding, which keys a query sees, both, and numbers that are added, with which PyTorch's layer gives NaN."""
+        model = randomize(nn.TransformerEncoderLayer(32, 2, 48, batch_first=True)).eval()
+        padding = torch.arange(17) >= torch.tensor([17, 12])[:, None]
+        masks = {"src_key_padding_mask": padding} if "padding" in kinds else {}
+        masks |= {"src_mask": torch.ones(17, 17).triu(1).bool()} if "causal" in kinds else {}
+        masks |= {"src_mask": -torch.rand(17, 17)} if kinds == "added" else {}
+        x, capture = torch.randn(2, 17, 32), Capture()
+        capture.options = BackendOptions(attention=VARIANT, linear="int8_dynamic")
+        run = torch.compile(model, backend=capture, fullgraph=True)
+        before = torch.backends.mha.get_fastpath_enabled()
         with torch.no_grad():
-            run = torch.compile(model, backend="qframework", options={"linear": "int8_dynamic"})
-            torch.testing.assert_close(run(x, src_mask=mask), model(x, src_mask=mask))
-        assert sum(fallbacks.values()) == 1
-        assert "PyTorch's fused layer contains it. torch.backends.mha.set_fastpath_enabled(False)" in caplog.text
+            out = run(x, **masks)
+            assert "_transformer_encoder_layer_fwd" not in capture.names()
+            try:
+                torch.backends.mha.set_fastpath_enabled(False)
+                expected, unmasked = model(x, **masks), model(x)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(before)
+        seen = ~padding if "padding" in kinds else ...
+        assert sqnr_db(expected[seen], out[seen]) > 30
+        assert sqnr_db(expected[seen], unmasked[seen]) < 25
+        assert sum(report.lowered for report in capture.reports[-1] if report.kind == "linear") == 4
+        assert len(capture.calls) == 1
