@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -318,18 +319,19 @@ def test_a_compiler_that_links_a_standard_library_of_its_own(
         '#!/bin/sh\ncase " $* " in *" -shared "*) exec g++ "$@" -static-libstdc++;; esac\nexec g++ "$@"\n'
     )
     static.chmod(0o755)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(static),))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     model, x = MLP().eval(), torch.randn(4, 16)
     qframework.quantize_(model, dynamic_int8())
-    to_package(model, tmp_path / "mlp.pt2", x)
-    torch.testing.assert_close(load_package(tmp_path / "mlp.pt2")(x), model(x), rtol=1e-5, atol=1e-5)
+    # not by monkeypatch, which deletes options of this configuration in the end
+    with inductor_config.patch({"cpp.cxx": (str(static),)}):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+        to_package(model, tmp_path / "mlp.pt2", x)
+        torch.testing.assert_close(load_package(tmp_path / "mlp.pt2")(x), model(x), rtol=1e-5, atol=1e-5)
 
-    monkeypatch.setattr("qframework.compat.inductor._shared_standard_library", dict)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second-cache"))
-    to_package(model, tmp_path / "own.pt2", x)
-    with pytest.raises(FileFormatError, match=r"own\.pt2 .*holds a copy of the C\+\+ standard library"):
-        load_package(tmp_path / "own.pt2")
+        monkeypatch.setattr("qframework.compat.inductor._shared_standard_library", dict)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second-cache"))
+        to_package(model, tmp_path / "own.pt2", x)
+        with pytest.raises(FileFormatError, match=r"own\.pt2 .*holds a copy of the C\+\+ standard library"):
+            load_package(tmp_path / "own.pt2")
 
 
 def package(path: Path, library: bytes) -> Path:
