@@ -27,6 +27,7 @@ from qframework.compat.dynamo import arguments_of, check_hints
 from qframework.compat.graph_breaks import GraphBreak, break_behind, when_skipped
 from qframework.fallbacks import Fallbacks
 from qframework.graph.detached import NO_GRADIENT
+from qframework.graph.nested import HIGHER_ORDER, nested_linears
 from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.runtime.call_site import register_call_sites
@@ -38,10 +39,6 @@ fallbacks = Fallbacks()
 
 _warned: set[str] = set()
 _DERIVATIVES = "its graph computes derivatives (torch.func.grad or jvp, forward mode), and INT8 operators have none"
-_HIGHER_ORDER = (
-    "a higher-order operator holds it: torch.cond, a loop, activation checkpointing, or torch.autocast within an "
-    "exported model"
-)
 SKIPPED = "torch.compile skips code that it cannot capture"
 _watching: list[Callable[[], None]] = []  # what ends it, at most one
 # Inductor checks strides and alignment of every argument of every repeated block at each call. Dynamo's guards already
@@ -89,9 +86,7 @@ def _left_whole(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
 
 def _inside_other_graphs(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
     """Reports on linears in the subgraphs of higher-order operators, which no pass enters."""
-    graphs = [module for module in gm.modules() if isinstance(module, GraphModule) and module is not gm]
-    nodes = [node for module in graphs for node in module.graph.nodes if linear_call(node) is not None]
-    return [_float_layer(node, _HIGHER_ORDER, options) for node in nodes]
+    return [_float_layer(node, HIGHER_ORDER, options) for node in nested_linears(gm)]
 
 
 def _float_layer(node: Node, reason: str, options: BackendOptions) -> LayerReport:

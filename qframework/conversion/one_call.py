@@ -23,6 +23,8 @@ from qframework.conversion.in_place import fallbacks
 from qframework.conversion.quantized_model import QuantizedModel
 from qframework.errors import CalibrationError, UnsupportedError
 from qframework.graph.export_program import export_program
+from qframework.graph.nested import HIGHER_ORDER, nested_linears
+from qframework.graph.nodes import layer_name
 from qframework.graph.shapes import same
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
 from qframework.quantizer.quantizer import module_names
@@ -113,7 +115,13 @@ def quantize(
     converted = quantize_exported(
         exported, quantizer, calibration_data, recipe=chosen, batches=batches, show_progress=progress
     )
-    if not _is_quantized(converted):
+    if unreached := [layer_name(node) for node in nested_linears(exported)]:
+        fallbacks.note(
+            "linear layers in a higher-order operator",
+            f"quantize: linear layers such as {unreached[0]!r} stay in float ({len(unreached)} in all), since "
+            f"{HIGHER_ORDER}",
+        )
+    elif not _is_quantized(converted):
         fallbacks.note(
             "nothing in the model is quantized",
             f"quantize: no layer of the {type(model).__name__} is quantized, so the result computes in float: it has "

@@ -281,6 +281,23 @@ def test_a_model_in_which_nothing_is_quantized_is_logged(caplog) -> None:
     assert qframework.conversion.fallbacks["nothing in the model is quantized"] == before + 1
 
 
+def test_layers_under_autocast_are_logged(caplog) -> None:
+    """Exports keep the scope as an operator with a graph of its own."""
+
+    class Scope(MLP):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x)
+
+    reason = "linear layers in a higher-order operator"
+    before = qframework.conversion.fallbacks[reason]
+    quantize(Scope().eval(), torch.randn(4, 16), dynamic_int8(), skip=())
+    assert qframework.conversion.fallbacks[reason] == before + 1
+    assert "'fc1' stay in float (3 in all)" in caplog.text
+    assert "torch.autocast" in caplog.text
+    assert "is quantized, so the result computes in float" not in caplog.text
+
+
 def test_a_quantizer_keeps_its_rules() -> None:
     x = torch.randn(4, 16)
     quantizer = QFrameworkQuantizer().set_global(dynamic_int8())
