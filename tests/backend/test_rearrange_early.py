@@ -233,13 +233,14 @@ class InputReadTwice(Layer):
 
 
 class ResidualWritten(Layer):
-    """The residual is written between the layer and the sum."""
+    """The residual is written between the layer and the sum, and a part of it is read behind that."""
 
     def forward(self, x: Tensor) -> Tensor:
         residual = x.sin().contiguous()
+        part = residual[:, :1]
         y = self.linear(x * 2)
         residual.mul_(2)
-        return F.layer_norm(self.change(y) + residual, (WIDTH,))
+        return F.layer_norm(self.change(y) + residual, (WIDTH,)) + part
 
 
 class StridesMatter(Layer):

@@ -15,6 +15,12 @@ def tokens(y):
     return y.flatten(2).transpose(1, 2)
 
 
+def write_beside_a_part(y):
+    part = y[:, :2]
+    y.relu_()
+    return y.sum() + part.sum()
+
+
 def write_to_a_copy(y):
     pooled = tokens(y).contiguous()
     pooled.zero_()
@@ -43,7 +49,8 @@ READERS = {
     "view of a part": (lambda y: y.chunk(2, 1)[1].view(2, -1).sum(1), True),
     "as_strided": (lambda y: y.as_strided((4,), (1,)).clone(), True),
     "another library": (lambda y: in_order(y).sum(), True),
-    "written": (lambda y: y.relu_().sum(), True),
+    "written": (write_beside_a_part, True),
+    "written for itself": (lambda y: y.relu_().sum(), False),
     "written after a copy": (write_to_a_copy, True),
     "possible view": (lambda y: y.view(2, 6, -1).sum(1), False),
     "sum of tokens": (lambda y: tokens(y).sum(1), False),
