@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ from qframework.compat.dynamo import guard_identity, record_value
 from qframework.graph.nodes import (
     Constants,
     LinearCall,
+    argument,
     fake_value,
     layer_name,
     linear_call,
@@ -132,15 +133,16 @@ def why_float(lowering: Lowering, linear: Node) -> WhyFloat | None:
 
 
 def _parameter(weight: Node) -> tuple[Node, Callable[[Tensor], Tensor]]:
-    """What a weight is read from, and how: the parameter itself, its transpose (expand_products.py) or some rows.
-
-    Or the parameter as a matrix (einsum_linears.py).
+    """What a weight is read from, and how: the parameter itself, its transpose (expand_products.py), some of its rows
+    or the parameter as a matrix (einsum_linears.py).
     """
-    if operation(weight) in ("t", "reshape"):
-        inner, *shape = weight.args
-        assert isinstance(inner, Node)
-        parameter, read = _parameter(inner)
-        return parameter, lambda value: read(value).reshape(*shape) if shape else read(value).t()  # type: ignore
+    name = operation(weight)
+    if name in ("t", "reshape"):
+        parameter, read = _parameter(argument(weight, 0, "input", "self"))
+        if name == "t":
+            return parameter, lambda value: read(value).t()
+        shape: Any = weight.args[1:] or (weight.kwargs["shape"],)  # a method takes sizes one by one as well
+        return parameter, lambda value: read(value).reshape(*shape)
     rows = rows_of(weight)
     return (weight, lambda value: value) if rows is None else (rows.source, lambda value: value[rows.start : rows.stop])
 

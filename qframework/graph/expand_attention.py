@@ -75,7 +75,8 @@ def _encode(
     """``_transformer_encoder_layer_fwd`` of ``src`` ``(B, N, C)``, in its operations.
 
     The mask hides keys where it is True, or is added: ``(N, N)`` with type 0, ``(B, N)`` with type 1,
-    ``(B, heads, N, N)`` with type 2. PyTorch's kernel also hides keys to which a number is added that hides none.
+    ``(B, heads, N, N)`` with type 2. PyTorch's kernel hides every key to which a mask adds anything but zero; here it
+    is added, as in the layer without that kernel.
     """
 
     def attend(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import operator
 
 import pytest
 import torch
-from lowered_models import Block, example
+from lowered_models import Block, example, without_inductor
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -55,6 +55,26 @@ class TestLowering:
         y = torch.compile(model, backend=eager_backend(reports), fullgraph=True)(x)
         assert [(r.name, r.lowered) for r in reports] == [("fc1", True), ("fc2", True)]
         assert numerics.sqnr_db(model(x), y) > 30
+
+    @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+    @pytest.mark.parametrize(
+        "matrix",
+        [
+            lambda w: w.reshape(32, 32),
+            lambda w: w.reshape((32, 32)),
+            lambda w: w.reshape(shape=(32, 32)),
+            lambda w: torch.reshape(w, shape=(32, 32)),
+        ],
+        ids=["sizes", "shape", "method, by name", "function, by name"],
+    )
+    def test_a_weight_that_is_reshaped(self, matrix, frozen):
+        """One that is square would also be a weight if it were transposed."""
+        weight, x = nn.Parameter(torch.randn(32, 32), requires_grad=False), example(32)
+        options = {"linear": "int8_dynamic", "freeze_weights": frozen}
+        kept = []
+        y = torch.compile(lambda x: F.linear(x, matrix(weight)), backend=without_inductor(kept, **options))(x)
+        assert any(node.target is torch.ops.qframework.int8_linear.default for node in kept[0].graph.nodes)
+        assert numerics.sqnr_db(F.linear(x, weight), y) > 30
 
     def test_result_is_that_of_the_formula(self):
         layer, x = nn.Linear(32, 16).eval(), example()

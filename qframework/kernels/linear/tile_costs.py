@@ -75,8 +75,9 @@ def fastest_tile(m: int, n: int, k: int, processors: int, tma: bool = True) -> T
 def fastest_for_long_rows(tiles: Sequence[Tile], m: int, n: int, k: int, processors: int) -> Tile:
     """The ping-pong or cooperative tile with the least estimate for 2,048 channels and more, by shared memory.
 
-    On an H100, 35 linears of 512 to 50,432 rows and up to 14,336 channels take 1 percent longer with it than with the
-    fastest of five tiles, in the geometric mean, 7 at most (``other/2026-11-28-h100-wide-tiles.json`` and ``-2``).
+    The 35 linears to which the costs were fitted, of 512 to 50,432 rows and up to 14,336 channels, take 1 percent
+    longer with it on an H100 than with the fastest of five tiles, in the geometric mean, and 7 at most
+    (``other/2026-11-28-h100-wide-tiles.json`` and ``-2``).
     """
     return min(tiles, key=lambda tile: _cycles(tile, m, n, k, processors))
 

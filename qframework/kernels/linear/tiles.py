@@ -139,7 +139,7 @@ def _on_hopper(m: int, n: int, k: int, processors: int, epilogue: Epilogue) -> T
 
 
 def _cooperative(n: int, processors: int) -> Tile:
-    """In groups of rows where one row has so many tiles that few rows at a time would read all of b."""
+    """A cooperative tile. For many columns, several rows of tiles take turns, so that they read parts of b together."""
     return COOPERATIVE._replace(group_m=4) if 2 * _tiles(COOPERATIVE, 1, n) > processors else COOPERATIVE
 
 
