@@ -21,7 +21,7 @@ _SMALL = {  # sizes of a transformers configuration in a smoke run, by the names
     "vocab_size": 99, "max_source_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2,
     "dim": 64, "hidden_dim": 128, "n_layers": 1, "n_heads": 2, "ffn_dim": 128, "word_embed_proj_dim": 64,
     "num_experts": 4, "num_experts_per_tok": 2, "depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 80, 64],
-    "conv_dim": [16] * 7, "num_conv_pos_embeddings": 16,
+    "conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "d_inner": 128, "window_block_indices": [],
 }  # fmt: skip
 _SMALL_IMAGE, _SMALL_MODEL = 160, "test_vit"
 _SMALL_TOKENS = 24
@@ -213,7 +213,11 @@ def _build_transformers(
         known = make().to_dict()
         tokens = {name: 0 for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
         given = {**known, **sizes}
-        sizes = {**tokens, **sizes} | {name: x for name, x in _SMALL.items() if type(given.get(name)) is type(x)}
+        small = {name: x for name, x in _SMALL.items() if type(given.get(name)) is type(x)}
+        if given.get("num_key_value_heads") == given.get("num_attention_heads"):
+            small.pop("num_key_value_heads", None)
+            sizes = {name: x for name, x in sizes.items() if name != "num_key_value_heads"}
+        sizes = {**tokens, **sizes, **small}
     return wrapper(spread(getattr(transformers, model)(make(**sizes))))
 
 
@@ -296,6 +300,7 @@ _FAMILIES = (
     _timm("plain ViT", "crossvit_base_240", 64),
     _timm("plain ViT", "vit_base_patch16_rope_reg1_gap_256", 128),
     _timm("plain ViT", "tnt_b_patch16_224", 64),
+    _timm("plain ViT", "convit_base", 64),
     _timm("windows", "swin_base_patch4_window7_224", 128),
     _timm("windows", "swinv2_base_window8_256", 64),
     _timm("windows", "samvit_base_patch16", 4),
@@ -311,6 +316,11 @@ _FAMILIES = (
     _timm("hierarchical", "davit_base", 64),
     _timm("hierarchical", "volo_d2_224", 64),
     _timm("hierarchical", "pit_b_224", 64),
+    _timm("hierarchical", "coat_lite_medium", 64),
+    _transformers(
+        "vitdet_base", "hierarchical", 4, 1024, Pixels, "VitDetModel", "VitDetConfig", image_size=1024,
+        window_size=14, window_block_indices=[0, 1, 3, 4, 6, 7, 9, 10], use_relative_position_embeddings=True,
+    ),
     _transformers(
         "segformer_b3", "hierarchical", 16, 512, Pixels, "SegformerModel", "SegformerConfig",
         depths=[3, 4, 18, 3], hidden_sizes=[64, 128, 320, 512],
@@ -324,9 +334,14 @@ _FAMILIES = (
     _timm("with convolutions", "edgenext_base", 128),
     _timm("with convolutions", "efficientformerv2_l", 128),
     _timm("with convolutions", "vitamin_base_224", 64),
+    _timm("with convolutions", "mobilevit_s", 128),
+    _timm("with convolutions", "efficientvit_b3", 64),
+    _timm("with convolutions", "visformer_small", 128),
     _timm("without attention", "focalnet_base_lrf", 64),
     _timm("without attention", "mixer_b16_224", 128),
     _timm("without attention", "resmlp_24_224", 128),
+    _timm("without attention", "gmlp_s16_224", 128),
+    _timm("without attention", "mambaout_base", 64),
     _bert("bert_base", batch=64, tokens=128, model="BertModel", config="BertConfig"),
     _bert(
         "bert_large", batch=32, tokens=512, model="BertModel", config="BertConfig",
@@ -349,6 +364,15 @@ _FAMILIES = (
         hidden_size=768, num_attention_heads=12, intermediate_size=3072, embedding_size=128,
     ),
     _bert("mpnet_base", batch=32, tokens=256, model="MPNetModel", config="MPNetConfig"),
+    _bert(
+        "xlnet_base", batch=16, tokens=512, model="XLNetModel", config="XLNetConfig",
+        d_model=768, n_layer=12, n_head=12, d_inner=3072,
+    ),
+    _bert(
+        "esm2_150m", batch=16, tokens=512, model="EsmModel", config="EsmConfig",
+        vocab_size=33, pad_token_id=1, mask_token_id=32, hidden_size=640, num_hidden_layers=30, num_attention_heads=20,
+        intermediate_size=2560, position_embedding_type="rotary", token_dropout=True,
+    ),
     _transformers(
         "whisper_small", "speech encoder", 8, 1500, Speech, "WhisperModel", "WhisperConfig",
         d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072, num_mel_bins=80,
@@ -405,6 +429,21 @@ _FAMILIES = (
         "gemma3_1b_12_layers", batch=4, model="Gemma3TextModel", config="Gemma3TextConfig",
         hidden_size=1152, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
         intermediate_size=6912, sliding_window=512, vocab_size=32000,
+    ),
+    _llm(
+        "falcon_7b_4_layers", batch=2, model="FalconModel", config="FalconConfig",
+        hidden_size=4544, num_hidden_layers=4, num_attention_heads=71, vocab_size=32000,
+    ),
+    _llm(
+        "stablelm_1.6b_8_layers", batch=4, model="StableLmModel", config="StableLmConfig",
+        hidden_size=2048, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=32, intermediate_size=5632,
+        vocab_size=32000,
+    ),
+    _llm(
+        "deepseek_v2_lite_4_layers", batch=4, model="DeepseekV2Model", config="DeepseekV2Config",
+        hidden_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16, intermediate_size=10944,
+        first_k_dense_replace=4, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, vocab_size=32000,
     ),
     _llm("gpt2", batch=8, tokens=1024, model="GPT2Model", config="GPT2Config"),
     _decoding(
