@@ -18,8 +18,9 @@ Quantizing a weight at each call takes as long as its float product with some ro
 where INT8 products are 1.4 times as fast, layers of fewer rows than ``FEWEST_ROWS`` stay in float. The number of rows
 is that of the inputs that the graph was captured with. On CPUs where no INT8 product is faster than the float one, all
 layers stay in float. On Hopper, so do layers of many rows and few outputs whose input a kernel of its own would
-quantize (keep_quantize.py), which takes longer than INT8 saves, and layers of few rows for which INT8 takes longer by
-estimate (linear_gain.py). On every chip, so do layers of many rows that are too small for INT8 (small_linears.py).
+quantize (keep_quantize.py), which takes longer than INT8 saves, layers over tokens, whose rows are columns in memory,
+and layers of few rows for which INT8 takes longer by estimate (linear_gain.py). On every chip, so do layers of many
+rows that are too small for INT8 (small_linears.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
+from qframework.backend.align_rows import TURNED, swaps_last
 from qframework.backend.keep_quantize import has_many_rows, is_computed_twice, is_written_by_int8_linear
 from qframework.backend.linear_gain import reason_of_few_rows
 from qframework.backend.lowering import Lowering, ScaleConstants
@@ -50,6 +52,7 @@ from qframework.graph.nodes import (
     Constants,
     LinearCall,
     argument,
+    behind,
     fake_value,
     layer_name,
     linear_call,
@@ -64,6 +67,7 @@ from qframework.kernels.linear.cpu import HAVE_INT8_INSTRUCTIONS, cpu_implementa
 from qframework.kernels.runtime.chip import capability_of
 from qframework.numerics import FLOAT_DTYPES
 
+_COPIES = {"contiguous", "clone", "dropout"}
 _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 
 FEWEST_ROWS = 128
@@ -184,6 +188,11 @@ def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
     x = fake_value(call.input)
     if x is None or out is None or capability_of(x.device) != (9, 0):
         return None
+    if _reads_columns(call.input, x):
+        return (
+            "its rows are columns of a tensor in memory, whose scales a kernel would read value by value. Static INT8 "
+            "has one scale, and transposes integers"
+        )
     outputs = traced_size(out.shape[-1])
     if not has_many_rows(x.shape) or not 0 < outputs < FEWEST_OUTPUTS or len(call.input.users) > 1:
         return None
@@ -195,6 +204,11 @@ def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
         return None
     pays = f"that pays from {FEWEST_OUTPUTS} outputs on, and this layer has {outputs}"
     return f"{writer}, which a kernel of its own would quantize; {pays}. Static INT8 has no such cost"
+
+
+def _reads_columns(x: Node, value: Tensor) -> bool:
+    """Whether a layer reads many columns of what is before it as rows."""
+    return swaps_last(behind(x, _COPIES)) and math.prod(map(traced_size, value.shape)) >= TURNED
 
 
 def _not_computable(fake: Tensor | None) -> str | None:

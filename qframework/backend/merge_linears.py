@@ -162,6 +162,8 @@ def _merge(nodes: list[Node], values: list[FakeTensor], lowering: Lowering, watc
         whole = graph.call_function(_int8_linear, tuple(calls[0]._replace(**joined)))
         parts = [graph.call_function(_slice, (whole, -1, start, end)) for start, end in itertools.pairwise([0, *ends])]
     whole.meta = dict(nodes[0].meta)
+    if nodes[0] in lowering.converted:
+        lowering.converted.add(whole)
     record_value(whole, values[0].new_empty((*values[0].shape[:-1], ends[-1])))
     for node, part, value in zip(nodes, parts, values, strict=True):
         part.meta = dict(node.meta)

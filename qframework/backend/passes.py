@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from qframework.backend.align_rows import align_rows
 from qframework.backend.float_linear import lower_float_linear
 from qframework.backend.fold_channel_scale import fold_channel_scale
 from qframework.backend.fold_constants import fold_constants
@@ -132,6 +133,7 @@ LOWERING: tuple[Pass, ...] = (
     lower_add_norm,
     lower_norm,
     keep_dynamic_quantize,
+    align_rows,  # after it is known which quantizations Inductor fuses
     fold_constants,  # what passes compute from parameters: dense masks
 )
 

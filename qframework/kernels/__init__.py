@@ -15,7 +15,8 @@ import qframework.kernels.hadamard
 import qframework.kernels.linear.gated
 import qframework.kernels.norm
 import qframework.kernels.packaged
-import qframework.kernels.quantize  # noqa: F401  (registers operators)
+import qframework.kernels.quantize
+import qframework.kernels.transpose  # noqa: F401  (registers operators)
 from qframework.kernels.attention.cache_append import cache_append
 from qframework.kernels.attention.decode import decode_attention
 from qframework.kernels.attention.mixed import mixed_attention

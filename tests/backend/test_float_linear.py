@@ -413,6 +413,23 @@ class TestQuantizationAlone:
         assert not found["fc2"].lowered
         assert "its input has long rows of 64 values, which a kernel of its own" in found["fc2"].reason
 
+    @pytest.mark.parametrize("contiguous", [False, True])
+    @pytest.mark.parametrize("values", [448, 449])
+    def test_a_layer_over_many_tokens_stays_in_float(self, monkeypatch, values, contiguous):
+        class OverTokens(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.mix = nn.LayerNorm(32), nn.Linear(7, 7)
+
+            def forward(self, x):
+                turned = self.norm(x).transpose(1, 2)
+                return self.mix(turned.contiguous() if contiguous else turned).relu()
+
+        monkeypatch.setattr(float_linear, "TURNED", values)
+        found = self.lowered(monkeypatch, OverTokens())
+        assert found["mix"].lowered == (values > 448)
+        assert values > 448 or found["mix"].reason.startswith("its rows are columns of a tensor in memory")
+
     @pytest.mark.parametrize(
         ("model", "named"),
         [

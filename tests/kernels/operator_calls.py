@@ -111,6 +111,7 @@ CALLS = {
     "quantize_weights": lambda: ([torch.randn(4, 32), torch.randn(2, 64)],),
     "dynamic_quantize.alone": lambda: (torch.randn(3, 50), "per_token"),
     "dynamic_quantize": lambda: (torch.randn(3, 50), "per_tensor"),
+    "transpose_rows": lambda: (ints(2, 20, 48), 64),
     "hadamard_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 32),
     "norm_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 1e-5, True, 0.0, scale()),
     "norm_dynamic_quantize": lambda: (torch.randn(3, 5, 64).half(), scale(64), torch.randn(64), 1e-5, True, 0.0),

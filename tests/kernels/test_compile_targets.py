@@ -27,6 +27,7 @@ from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
 from qframework.kernels.runtime.launch import OPTIONS
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
+from qframework.kernels.transpose import _transpose_rows_kernel
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 
@@ -345,6 +346,13 @@ def test_quantize(chip, columns, tmp_path):
     dynamic = compile_for(chip, _dynamic_quantize_kernel, types, {"BLOCK_C": block, "MIN_SCALE": 2.0**-60}, num_warps=8)
     for compiled in (*static, dynamic):
         assert stack_bytes(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_transpose_rows(chip, tmp_path):
+    types = {"x_ptr": "*i8", "y_ptr": "*i8", "T": "i32", "C": "i32", "WIDTH": "i32"}
+    compiled = compile_for(chip, _transpose_rows_kernel, types, {"BLOCK": 64}, num_warps=4)
+    assert stack_bytes(compiled, tmp_path) == 0
 
 
 @pytest.mark.parametrize("chip", CHIPS)
