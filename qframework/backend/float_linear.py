@@ -67,7 +67,7 @@ from qframework.kernels.linear.cpu import HAVE_INT8_INSTRUCTIONS, cpu_implementa
 from qframework.kernels.runtime.chip import capability_of
 from qframework.numerics import FLOAT_DTYPES
 
-_COPIES = {"contiguous", "clone", "dropout"}
+_COPIES, _TWO_OPERANDS = {"contiguous", "clone", "dropout"}, {"mul", "add", "sub"}
 _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 
 FEWEST_ROWS = 128
@@ -207,8 +207,18 @@ def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
 
 
 def _reads_columns(x: Node, value: Tensor) -> bool:
-    """Whether a layer reads many columns of what is before it as rows."""
-    return swaps_last(behind(x, _COPIES)) and math.prod(map(traced_size, value.shape)) >= TURNED
+    """Whether a layer reads many columns of what is before it as rows, or its product or sum with another tensor."""
+    if math.prod(map(traced_size, value.shape)) < TURNED:
+        return False
+    before = behind(x, _COPIES)
+    return swaps_last(before) or (operation(before) in _TWO_OPERANDS and any(map(_turns_linear, before.args)))
+
+
+def _turns_linear(x: Any) -> bool:
+    if not isinstance(x, Node) or not swaps_last(behind(x, _COPIES)):
+        return False
+    source = argument(behind(x, _COPIES), 0, "input", "self")
+    return linear_call(source) is not None or is_written_by_int8_linear(source)
 
 
 def _not_computable(fake: Tensor | None) -> str | None:

@@ -31,28 +31,38 @@ _CLOSURE = "async_compile"  # the function of Triton's JITFunction that compiles
 def compile_in_process(compile: Callable[[], Any]) -> None:
     """Do in a process what ``compile``, Triton's own closure, does in this one, so that it finds the result.
 
-    Does nothing before Inductor's processes are ready, where Inductor is configured to have none, and for kernels that
+    Waits for processes that are starting. Does nothing where Inductor is configured to have none, and for kernels that
     are no members of a module. What a process fails to compile is logged, and ``compile`` meets the same error.
     """
-    submit = _ready_processes()
-    job = None if submit is None else _job(compile)
-    if submit is None or job is None:
-        return
+    job = _job(compile)
     try:
-        submit(functools.partial(compile_job, job)).result()
-    except Exception as error:  # noqa: BLE001 (of the kernel, or of processes that end)
-        logger.info("qframework: a process could not compile a kernel, which is compiled here: %s", error)
+        submit = _processes()
+        if submit is not None and job is not None:
+            submit(functools.partial(compile_job, job)).result()
+    except Exception as error:  # noqa: BLE001 (of the kernel, or of processes that end or do not start)
+        what = str(error) or type(error).__name__
+        logger.info("qframework: a process could not compile a kernel, which is compiled here: %s", what)
 
 
-def _ready_processes() -> Callable[[Callable[[], None]], Any] | None:
+_START_S = 30.0  # seconds, several times what processes take to start on a busy machine
+
+
+def _processes() -> Callable[[Callable[[], None]], Any] | None:
+    """What passes a function to Inductor's processes, once these are ready; None where it has none."""
     try:
         from torch._inductor.async_compile import AsyncCompile
 
-        ready: bool = AsyncCompile.use_process_pool()
-        return AsyncCompile.process_pool().submit if ready else None
+        ready = AsyncCompile.use_process_pool()
+        starting = AsyncCompile._ready_future
     except (ImportError, AttributeError) as error:
         note_error(error)
         return None
+    if not ready:
+        if starting is None:
+            return None
+        starting.result(_START_S)
+    submit: Callable[[Callable[[], None]], Any] = AsyncCompile.process_pool().submit
+    return submit
 
 
 def _job(compile: Callable[[], Any]) -> bytes | None:

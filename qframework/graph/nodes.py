@@ -27,6 +27,7 @@ from qframework.compat.dispatch import (
 from qframework.compat.dynamo import is_attribute, is_static_input, recorded_value, source_name, value_key
 from qframework.compat.modules import SPACES
 from qframework.compat.operators import ASSERT_METADATA, BUILT_INS, OpOverload, schema
+from qframework.compat.pytree import tree_leaves, tree_map_only
 from qframework.numerics import FLOAT_DTYPES
 
 aten = torch.ops.aten
@@ -208,11 +209,23 @@ def add_call(
     """Add a call at the graph's insertion point, in the module of ``like``, with its fake value or ``value``."""
     if value is None:  # before the node: the operator may refuse its operands
         with enable_python_dispatcher():  # its matmul takes symbolic sizes, which that of PyTorch 2.11 in C++ does not
-            value = target(*map_arg(args, recorded_value), **(kwargs or {}))
+            value = target(*_of_one_mode(map_arg(args, recorded_value)), **(kwargs or {}))
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {name: like.meta[name] for name in ("nn_module_stack", "stack_trace") if name in like.meta}
     node.meta[value_key(like)] = value
     return node
+
+
+def _of_one_mode(values: Any) -> Any:
+    """Recorded values, with fake tensors for those that a buffer of the lowering has, where others are fake."""
+    mode = next((x.fake_mode for x in tree_leaves(values) if isinstance(x, FakeTensor)), None)
+    if mode is None:
+        return values
+
+    def fake(x: Tensor) -> Tensor:
+        return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
+
+    return tree_map_only(Tensor, fake, values)
 
 
 def fake_value(node: Node) -> Tensor | None:

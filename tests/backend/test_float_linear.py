@@ -430,6 +430,20 @@ class TestQuantizationAlone:
         assert found["mix"].lowered == (values > 448)
         assert values > 448 or found["mix"].reason.startswith("its rows are columns of a tensor in memory")
 
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_a_layer_behind_a_gate_over_tokens_stays_in_float(self, monkeypatch, turned):
+        class Gated(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.mix, self.out = nn.LayerNorm(32), nn.Linear(7, 7), nn.Linear(32, 32)
+
+            def forward(self, x):
+                gate = self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2)
+                return self.out(x * (gate if turned else gate.relu()))
+
+        monkeypatch.setattr(float_linear, "TURNED", 448)
+        assert self.lowered(monkeypatch, Gated())["out"].lowered != turned
+
     @pytest.mark.parametrize(
         ("model", "named"),
         [

@@ -220,7 +220,7 @@ def cache_hits(hopper, monkeypatch, tmp_path):
 
 def test_processes_compile_for_hopper_and_this_one_loads(cache_hits, hopper, monkeypatch):
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
-        monkeypatch.setattr(compile_processes, "_ready_processes", lambda: processes.submit)
+        monkeypatch.setattr(compile_processes, "_processes", lambda: processes.submit)
         with warm_up(as_if_on_cuda(GRAPHS["dynamic"](Block().eval(), example())[0])):
             pass
     expected = ["_dynamic_quantize_kernel"] + ["_int8_linear_kernel"] * 2
@@ -233,7 +233,7 @@ def test_what_a_process_cannot_compile_is_compiled_here(cache_hits, hopper, monk
     def submit(job):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(compile_processes, "_ready_processes", lambda: submit)
+    monkeypatch.setattr(compile_processes, "_processes", lambda: submit)
     with caplog.at_level(logging.INFO, "qframework.compat.compile_processes"), warm_up(quantized_graph()):
         pass
     assert len(hopper) == 2

@@ -8,13 +8,16 @@ import pytest
 import torch
 from lowered_models import exported
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from qframework.graph.nodes import (
     Constants,
     activation_name,
+    add_call,
     added_to,
     argument,
+    fake_value,
     is_inactive_dropout,
     layer_name,
     linear_call,
@@ -54,6 +57,23 @@ def node_of(target, *args, **kwargs):
 )
 def test_an_operation_has_one_name_in_all_dialects(target, name):
     assert operation(node_of(target, X)) == name
+
+
+def test_a_call_of_a_buffer_beside_fake_values_has_a_fake_value():
+    """As a scale that the lowering adds, whose recorded value is the buffer itself."""
+    with FakeTensorMode() as mode:
+        fake = torch.empty(2, 3)
+    graph = torch.fx.Graph()
+    x, scale = graph.placeholder("x"), graph.get_attr("scale")
+    x.meta["example_value"], scale.meta["example_value"] = fake, torch.ones(1)
+    node = add_call(x, torch.ops.qframework.quantize.default, (x, scale))
+    value = fake_value(node)
+    assert isinstance(value, FakeTensor)
+    assert value.fake_mode is mode
+    assert (value.shape, value.dtype) == ((2, 3), torch.int8)
+    assert not isinstance(
+        fake_value(add_call(scale, torch.ops.qframework.quantize.default, (scale, scale))), FakeTensor
+    )
 
 
 def test_arguments_are_found_by_position_and_by_any_name():
