@@ -36,6 +36,7 @@ from qframework.graph.nodes import argument, fake_value, operation
 from qframework.graph.shapes import traced_size
 from qframework.graph.strides import follow_strides
 from qframework.kernels.linear.arguments import is_per_channel
+from qframework.kernels.linear.tile import MAX_FEW_ROWS
 from qframework.kernels.runtime.chip import capability_of
 
 _ours = torch.ops.qframework
@@ -48,7 +49,7 @@ _pad, _slice = torch.ops.aten.constant_pad_nd.default, torch.ops.aten.slice.Tens
 ALIGNMENT = 64  # bytes
 _COPIED = 16  # bytes: rows of other widths would be copied
 _STORED = 16  # bytes: rows of other widths are not stored by TMA
-FEWEST_ROWS = 1024
+FEWEST_ROWS = MAX_FEW_ROWS + 1  # below, a kernel of its own reads rows of any width
 TURNED = 2**20  # values of a transposed input, from which on a kernel of its own pays
 
 

@@ -10,9 +10,10 @@ import functools
 import importlib
 import io
 import logging
+import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from qframework.compat.missing import explained, note_error, note_missing
@@ -25,44 +26,37 @@ with explained():
 
 logger = logging.getLogger(__name__)
 
+_SETTINGS = "TRITON_"  # begin of the names of environment variables
 _CLOSURE = "async_compile"  # the function of Triton's JITFunction that compiles under AsyncCompileMode
 
 
 def compile_in_process(compile: Callable[[], Any]) -> None:
     """Do in a process what ``compile``, Triton's own closure, does in this one, so that it finds the result.
 
-    Waits for processes that are starting. Does nothing where Inductor is configured to have none, and for kernels that
-    are no members of a module. What a process fails to compile is logged, and ``compile`` meets the same error.
+    Does nothing before Inductor's processes are ready, seconds after the first ``torch.compile``: a thread is done
+    before they are. Nor where Inductor is configured to have none, and for kernels that are no members of a module.
+    What a process fails to compile is logged, and ``compile`` meets the same error.
     """
-    job = _job(compile)
+    submit = _ready_processes()
+    job = None if submit is None else _job(compile)
+    if submit is None or job is None:
+        return
     try:
-        submit = _processes()
-        if submit is not None and job is not None:
-            submit(functools.partial(compile_job, job)).result()
-    except Exception as error:  # noqa: BLE001 (of the kernel, or of processes that end or do not start)
-        what = str(error) or type(error).__name__
-        logger.info("qframework: a process could not compile a kernel, which is compiled here: %s", what)
+        submit(functools.partial(compile_job, job)).result()
+    except Exception as error:  # noqa: BLE001 (of the kernel, or of processes that end)
+        logger.info("qframework: a process could not compile a kernel, which is compiled here: %s", error)
 
 
-_START_S = 30.0  # seconds, several times what processes take to start on a busy machine
-
-
-def _processes() -> Callable[[Callable[[], None]], Any] | None:
-    """What passes a function to Inductor's processes, once these are ready; None where it has none."""
+def _ready_processes() -> Callable[[Callable[[], None]], Any] | None:
+    """What passes a function to Inductor's processes."""
     try:
         from torch._inductor.async_compile import AsyncCompile
 
-        ready = AsyncCompile.use_process_pool()
-        starting = AsyncCompile._ready_future
+        ready: bool = AsyncCompile.use_process_pool()
+        return AsyncCompile.process_pool().submit if ready else None
     except (ImportError, AttributeError) as error:
         note_error(error)
         return None
-    if not ready:
-        if starting is None:
-            return None
-        starting.result(_START_S)
-    submit: Callable[[Callable[[], None]], Any] = AsyncCompile.process_pool().submit
-    return submit
 
 
 def _job(compile: Callable[[], Any]) -> bytes | None:
@@ -72,7 +66,8 @@ def _job(compile: Callable[[], Any]) -> bytes | None:
     if not {"src", "target", "options", "env_vars"} <= known.keys():
         note_missing(_CLOSURE)
         return None
-    job = (known["src"], known["target"], known["options"].__dict__, known["env_vars"], _cache.dir)
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+    job = (known["src"], known["target"], known["options"].__dict__, known["env_vars"], _cache.dir, settings)
     written = io.BytesIO()
     try:
         _Pickler(written).dump(job)
@@ -98,8 +93,22 @@ def _kernel(module: str, name: str) -> Any:
 
 
 def compile_job(job: bytes) -> None:
-    """Compile into Triton's cache what ``compile_in_process`` has sent; needs no GPU."""
-    source, target, options, environment, cache = pickle.loads(job)
-    with _cache.scope():
-        _cache.dir = cache
-        triton.compile(source, target=target, options=options, _env_vars=environment)
+    """Compile into Triton's cache what ``compile_in_process`` has sent; needs no GPU.
+
+    Triton's settings are those of the sender: Inductor gives its processes another assembler.
+    """
+    source, target, options, environment, cache, settings = pickle.loads(job)
+    own = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+    try:
+        _replace_settings(settings)
+        with _cache.scope():
+            _cache.dir = cache
+            triton.compile(source, target=target, options=options, _env_vars=environment)
+    finally:
+        _replace_settings(own)
+
+
+def _replace_settings(settings: Mapping[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith(_SETTINGS)]:
+        del os.environ[name]
+    os.environ.update(settings)

@@ -307,7 +307,6 @@ _ROWS = (
     # compile_processes.py
     Name("torch._inductor.async_compile.AsyncCompile.use_process_pool", _PROCESSES, _THREADS),
     Name("torch._inductor.async_compile.AsyncCompile.process_pool", _PROCESSES, _THREADS),
-    Name("torch._inductor.async_compile.AsyncCompile._ready_future", _PROCESSES, _THREADS),
     Name("async_compile", _PROCESSES, _THREADS, source="triton.runtime.jit"),
     Name("triton.runtime.jit.JITCallable", _PROCESSES),
     Name("triton.knobs.cache", "kernels cannot be compiled into Triton's cache by other processes"),

@@ -86,7 +86,7 @@ def hopper(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(int8_linear_tiles, "MAX_FEW_ROWS", 0)  # the same kernels for models of any size
     monkeypatch.setattr(warm_up_module, "_failures", set())
-    monkeypatch.setattr(compile_processes, "_processes", lambda: None)
+    monkeypatch.setattr(compile_processes, "_ready_processes", lambda: None)
     Guard.entered = []
     return loaded
 

@@ -220,7 +220,7 @@ def cache_hits(hopper, monkeypatch, tmp_path):
 
 def test_processes_compile_for_hopper_and_this_one_loads(cache_hits, hopper, monkeypatch):
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
-        monkeypatch.setattr(compile_processes, "_processes", lambda: processes.submit)
+        monkeypatch.setattr(compile_processes, "_ready_processes", lambda: processes.submit)
         with warm_up(as_if_on_cuda(GRAPHS["dynamic"](Block().eval(), example())[0])):
             pass
     expected = ["_dynamic_quantize_kernel"] + ["_int8_linear_kernel"] * 2
@@ -229,11 +229,32 @@ def test_processes_compile_for_hopper_and_this_one_loads(cache_hits, hopper, mon
     assert all("wgmma" in kernel.asm["ptx"] for kernel in _int8_linear_kernel.device_caches[0][0].values())
 
 
+def test_inductors_processes_use_the_settings_of_this_one(cache_hits, hopper, monkeypatch):
+    """PyTorch 2.11 gives them another assembler, with which every result would have another key."""
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    pool = SubprocPool(1)
+    monkeypatch.setattr(compile_processes, "_ready_processes", lambda: pool.submit)
+    try:
+        with warm_up(as_if_on_cuda(GRAPHS["static"](Block(dim=128).eval(), torch.randn(64, 100, 128))[0])):
+            pass
+    finally:
+        pool.shutdown()
+    assert sorted(cache_hits) == [("_int8_linear_kernel", True), ("_int8_linear_specialized_kernel", True)]
+
+
+def test_processes_that_are_not_ready_are_not_waited_for(monkeypatch):
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: False))
+    assert compile_processes._ready_processes() is None
+
+
 def test_what_a_process_cannot_compile_is_compiled_here(cache_hits, hopper, monkeypatch, caplog):
     def submit(job):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(compile_processes, "_processes", lambda: submit)
+    monkeypatch.setattr(compile_processes, "_ready_processes", lambda: submit)
     with caplog.at_level(logging.INFO, "qframework.compat.compile_processes"), warm_up(quantized_graph()):
         pass
     assert len(hopper) == 2
