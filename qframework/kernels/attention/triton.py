@@ -66,6 +66,18 @@ def _exp2(x, INTEGER: tl.constexpr):
 
 
 @triton.jit
+def _capped(s, softcap, UNIT: tl.constexpr):
+    """``softcap * tanh(s / softcap)`` of natural logits; those in ``s``, and the result, are ``UNIT`` times as large.
+
+    By ``tanh(x) = 1 - 2 / (1 + exp(2 x))``, whose absolute error is that of float32 numbers near 1: it makes a logit
+    wrong by about ``2**-23 softcap``. The hardware's tanh would by up to ``2**-11`` of it.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    cap = softcap * UNIT
+    return cap - 2 * cap / (1 + tl.exp2(s * (2 * LOG2E / cap)))
+
+
+@triton.jit
 def _float_products(q, k):
     """Q K^T of floats, summed in float32. Float32 is not rounded to TF32: an error of a logit multiplies its weight."""
     if q.dtype == tl.float32:
@@ -204,7 +216,9 @@ def _quantized_attention_kernel(
     mask,  # Mask or None
     relative,  # PositionFactors or None
     lse_ptr,  # (B, H, N) fp32 or None
+    offsets_ptr,  # (B, H, N) fp32, base-2 logits that are added to all of a query, or None
     starts,  # of packed queries and of packed keys, (B + 1,) int32 each, or None
+    softcap,  # of natural logits, or None
     logit_scale,
     H,
     N,
@@ -298,6 +312,8 @@ def _quantized_attention_kernel(
             q_scale = tl.where((((first << 4) >> 4) == -8) if INT4 else (first == -128), float("nan"), q_scale)
     if NATURAL:
         q_scale = q_scale * (1 / LOG2E)
+    if offsets_ptr is not None:
+        offset = tl.load(offsets_ptr + (b * H + h) * N + row) * (NATURAL_UNIT / LOG2E)
     k_scale_base = k_base
     if BITS < 16:
         k_scale_base = scales.k + (b * heads_kv + kv) * scales.k_groups
@@ -334,6 +350,10 @@ def _quantized_attention_kernel(
             if NATURAL:
                 bias = bias * (1 / LOG2E)
             s += bias[None, :]
+        if offsets_ptr is not None:
+            s += offset[:, None]
+        if softcap is not None:
+            s = _capped(s, softcap, NATURAL_UNIT)
         if LAYOUT.mask == "float":
             s += tl.load(mask_base + n[None, :] * mask.key, mask=inside[None, :], other=0.0).to(tl.float32)
         elif LAYOUT.mask == "bool":
