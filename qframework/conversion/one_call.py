@@ -128,7 +128,7 @@ def quantize(
             f"none that the configuration quantizes, or skip={skip!r} leaves them out",
         )
     described_by = {"quantizer": quantizer.to_dict(), "recipe": chosen and chosen.to_dict()}
-    return QuantizedModel(converted, (args, kwargs), shapes, described_by)
+    return QuantizedModel(converted, (args, kwargs), shapes, described_by, model)
 
 
 def _recipe(recipe: Recipe | str | None) -> Recipe | None:
