@@ -1,6 +1,6 @@
 """Finds the product of queries and keys behind the logits of a softmax, and the steps in between.
 
-These are the steps of attention_patterns.py: scales, summands, masks, views, a row's maximum and sinks.
+These are the steps of attention_patterns.py: scales, soft caps, summands, masks, views, a row's maximum and sinks.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Logits:
     summands: list[Summand] = field(default_factory=list)
     row_factors: list[tuple[Node, bool]] = field(default_factory=list)
     sinks: Node | None = None
+    softcap: float | None = None  # summands are added to, and a shift is of, the capped logits
     shifted: bool = False  # by the same for all keys, which changes no softmax over keys alone
 
     @classmethod
@@ -87,6 +88,7 @@ class Logits:
             cls._same,
             cls._shifted,
             cls._scaled,
+            cls._capped,
             cls._sum,
             cls._difference,
             cls._filled,
@@ -181,11 +183,25 @@ class Logits:
             x, by, logits = by, x, cls.trace(by, factor)
         if fake_value(by) is None:
             raise Refused(f"its logits must be scaled by a constant, got {by.name}, a number from the graph")
+        if logits.softcap is not None:
+            raise Refused(f"its logits must be capped by a number, got {by.name}, a tensor that scales capped ones")
         if logits.summands or shape_of(x) != logits.shape or (shape_of(by) or (1,))[-1:] != (1,):
             raise Refused(
                 f"its logits must be scaled by one factor per row, got {by.name} of shape {tuple(shape_of(by))}"
             )
         logits.row_factors.append((by, divides))
+        return logits
+
+    @classmethod
+    def _capped(cls, node: Node, factor: float) -> Logits | None:
+        """``tanh(x)``: with what multiplies both it and x, ``c tanh(s / c)`` of scaled logits s."""
+        if operation(node) != "tanh":
+            return None
+        logits = cls.trace(argument(node, 0, "input", "self"), 1.0)
+        if logits.softcap is not None or logits.summands or logits.shifted:
+            raise Refused("its logits must pass through one tanh, and nothing must be added to them before it")
+        logits.softcap = abs(factor)
+        logits.factor *= factor
         return logits
 
     @classmethod
