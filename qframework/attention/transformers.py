@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qframework.attention.drop_in import attention_or_fallback, checked_spec, note_fallback
+from qframework.attention.drop_in import attention_or_fallback, checked_spec
 from qframework.attention.int8_store import MAX_QUERIES, store_of
 from qframework.compat.transformers_modules import SAM, SAM_HQ, sam_attention_classes, sam_hq_attention_classes
 from qframework.errors import UnsupportedError
@@ -100,11 +100,9 @@ def _attention_forward(
     tokens = query.shape[2]
     store = store_of(key, value)
     if store is not None:
-        if softcap is not None:
-            note_fallback("a soft cap on logits of keys in INT8, which are dequantized")
-        elif tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None:
+        if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            out = store.attend(query, attention_mask, attention_mask is None and causal, scaling)
+            out = store.attend(query, attention_mask, attention_mask is None and causal, scaling, softcap)
             return out.transpose(1, 2).contiguous(), None
         key, value = store.floats("key"), store.floats("value")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -13,6 +13,7 @@ from torch import Tensor
 from qframework.kernels.attention.operands import sequence_of
 from qframework.kernels.attention.quantize_qk import finite_rows, group_scale, row_amax, to_integers
 from qframework.kernels.attention.quantize_v import round_to_e4m3
+from qframework.kernels.attention.softcap import capped
 from qframework.kernels.attention.variants import QUERY_BLOCK
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_half_even, round_to_int8
@@ -63,18 +64,6 @@ def _exp2(x, INTEGER: tl.constexpr):
     else:
         y = tl.exp2(x)
     return y
-
-
-@triton.jit
-def _capped(s, softcap, UNIT: tl.constexpr):
-    """``softcap * tanh(s / softcap)`` of natural logits; those in ``s``, and the result, are ``UNIT`` times as large.
-
-    By ``tanh(x) = 1 - 2 / (1 + exp(2 x))``, whose absolute error is that of float32 numbers near 1: it makes a logit
-    wrong by about ``2**-23 softcap``. The hardware's tanh would by up to ``2**-11`` of it.
-    """
-    LOG2E: tl.constexpr = 1.4426950408889634
-    cap = softcap * UNIT
-    return cap - 2 * cap / (1 + tl.exp2(s * (2 * LOG2E / cap)))
 
 
 @triton.jit
@@ -353,7 +342,7 @@ def _quantized_attention_kernel(
         if offsets_ptr is not None:
             s += offset[:, None]
         if softcap is not None:
-            s = _capped(s, softcap, NATURAL_UNIT)
+            s = capped(s, softcap, NATURAL_UNIT)
         if LAYOUT.mask == "float":
             s += tl.load(mask_base + n[None, :] * mask.key, mask=inside[None, :], other=0.0).to(tl.float32)
         elif LAYOUT.mask == "bool":
