@@ -416,7 +416,8 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed:
         seed: one int64 on ``x``'s device, see ``new_seed``; rounds stochastically instead of half to even.
 
     Raises:
-        UnsupportedError: an unsupported block size or dtype, or a call in ``torch.export`` or ``torch.jit.trace``.
+        UnsupportedError: an unsupported block size or dtype, a nested tensor, or a call in ``torch.export`` or
+            ``torch.jit.trace``.
         QFrameworkError: a BlockTensor of another block size.
     """
     if isinstance(x, BlockTensor):
@@ -427,6 +428,11 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed:
             "restore_float(model) first"
         )
     check_float_input("quantize_blocks", x)
+    if x.is_nested:
+        raise UnsupportedError(
+            f"quantize_blocks: x must be dense, got a nested tensor of {x.size(0)} parts. Pass a padded tensor and a "
+            "mask to blocks of convert_to_int8_training"
+        )
     return QuantizeBlocks.apply(x, canonical_size(block_size), seed)
 
 
