@@ -133,6 +133,8 @@ def attention_or_fallback(
     reason = why_not(query, key, value, attn_mask, dropped, is_causal)
     if reason is None and backward != "exact" and attn_mask is not None:
         reason = f"attn_mask with backward={backward!r}"
+    if reason is None and enable_gqa and key.shape[-3:-2] != value.shape[-3:-2]:
+        reason = "enable_gqa with other heads in value than in key"
     if reason is None:
         arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
         try:
@@ -165,7 +167,7 @@ def why_not(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str | None:
     """Why no variant supports this call, without sizes, so that equal reasons count together; None if supported."""
-    if dropout_p > 0.0:
+    if dropout_p != 0.0:  # also what PyTorch refuses
         return "dropout"
     transform = transform_in_force(query, key, value, attn_mask)
     if transform is not None:

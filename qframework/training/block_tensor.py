@@ -253,7 +253,7 @@ class BlockTensor(Tensor):
 
     def __deepcopy__(self, memo: Any) -> BlockTensor:
         with self._copied():
-            made = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            made = super().__deepcopy__(memo)
         made.__dict__.pop("_copying", None)
         return made
 
