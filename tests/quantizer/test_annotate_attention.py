@@ -28,6 +28,7 @@ from qframework.quantizer import (
     calibrate,
     dynamic_attention,
     dynamic_int8,
+    fallbacks,
     static_attention,
     static_int8,
 )
@@ -309,14 +310,32 @@ def test_attention_spelled_out_stays_where_no_rule_wants_it(x):
     assert count(converted)[torch.ops.aten.matmul.default] == 2
 
 
-def test_attention_spelled_out_that_no_kernel_computes_is_refused(x):
-    class Clamped(SpelledOut):
-        def forward(self, x):
-            q, k, v = self.qkv(x).chunk(3, -1)
-            return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
+class Clamped(SpelledOut):
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
 
-    with pytest.raises(UnsupportedError, match=r"layer '0': no kernel computes this attention: .* clamp"):
-        prepare_pt2e(exported(nn.Sequential(Clamped()), x), QFrameworkQuantizer().set_global(static_attention()))
+
+class Wide(SpelledOut):
+    """With more channels in a head than a kernel takes."""
+
+    def forward(self, x):
+        q = self.qkv(x).repeat(1, 1, 6)
+        return F.scaled_dot_product_attention(q, q, q)[..., :16]
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Clamped, "clamp"), (Wide, "at most 256 channels per head, got 288")])
+def test_attention_that_no_kernel_computes(x, kind, reason, caplog):
+    """It stays in float, and is an error where a rule names it."""
+    model = nn.Sequential(kind(), kind(), SpelledOut())
+    fallbacks.clear()
+    converted = quantized(model, QFrameworkQuantizer().set_global(static_attention()), x)
+    assert count(converted)[QUANTIZE] == 3  # of the last attention
+    assert [(reason in text, times) for text, times in fallbacks.items()] == [(True, 2)]
+    (message,) = [record.message for record in caplog.records if "stays in float" in record.message]
+    assert "QFrameworkQuantizer: attention such as '0' stays in float (2 in all): " in message
+    with pytest.raises(UnsupportedError, match=rf"layer '1': .*{reason}.*set_module_name\('1', None\)"):
+        quantized(model, QFrameworkQuantizer().set_module_name("1", static_attention()), x)
 
 
 def test_dynamic_linears_and_attention_need_no_calibration(x):
@@ -389,7 +408,7 @@ def test_attention_that_no_kernel_supports_is_refused(config, arguments, shape, 
     operands = [torch.randn(shape).to(dtype) for _ in range(3)]
     model = torch.export.export(Outer(Call(**arguments)), tuple(operands)).module()
     with pytest.raises(UnsupportedError) as error:
-        prepare_pt2e(model, QFrameworkQuantizer().set_global(config))
+        prepare_pt2e(model, QFrameworkQuantizer().set_module_name("inner", config))
     for word in ["layer 'inner'", *words, "set_module_name('inner', None)"]:
         assert word in str(error.value)
     prepare_pt2e(model, QFrameworkQuantizer().set_global(config).set_module_name("inner", None))
