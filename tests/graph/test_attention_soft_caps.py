@@ -12,10 +12,9 @@ from torch import nn
 
 from qframework.backend import lower_attention
 from qframework.backend.lower_attention import SOFTCAP
-from qframework.errors import UnsupportedError
 from qframework.kernels.attention.auto import Hopper
 from qframework.numerics import sqnr_db
-from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, static_attention
+from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, fallbacks, static_attention
 from qframework.quantizer.attention_config import AttentionConfig
 
 SCALE = 16**-0.5
@@ -187,9 +186,11 @@ def transformed(config: AttentionConfig) -> str:
     return " ".join(str(node) for node in quantizer.transform_for_annotation(model).graph.nodes)
 
 
-def test_static_attention_refuses_it() -> None:
-    with pytest.raises(UnsupportedError, match=r"logits have a soft cap of 2, which neither static INT8 attention nor"):
-        transformed(static_attention())
+def test_static_attention_leaves_it_in_float() -> None:
+    fallbacks.clear()
+    assert "tanh" in transformed(static_attention())
+    (reason,) = fallbacks
+    assert "its logits have a soft cap of 2, which neither static INT8 attention nor" in reason
 
 
 def test_the_quantizer_writes_a_variant_with_its_cap() -> None:
