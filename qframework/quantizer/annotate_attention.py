@@ -29,6 +29,7 @@ from qframework.graph.attention_call import Refused, Unrecognized
 from qframework.graph.attention_patterns import sdpa_call, spelled_out_call
 from qframework.graph.nodes import operation
 from qframework.graph.replace_attention import replace_attention
+from qframework.graph.shapes import short_shapes
 from qframework.numerics import FLOAT_DTYPES
 from qframework.quantizer.annotate_linear import (
     SharedObservers,
@@ -56,8 +57,8 @@ class NoAttentionKernel(UnsupportedError):
     """No kernel computes an attention, whatever its configuration; ``reason`` says why."""
 
     def __init__(self, layer: str, reason: str) -> None:
-        super().__init__(str(unsupported(layer, reason)))
-        self.reason = reason
+        self.reason = short_shapes(reason)
+        super().__init__(str(unsupported(layer, self.reason)))
 
 
 class SdpaArguments(NamedTuple):
