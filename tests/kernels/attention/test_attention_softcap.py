@@ -133,7 +133,10 @@ def test_some_logits_saturate_and_others_do_not():
 
 @pytest.mark.parametrize("softcap", [5.0, 50.0])
 def test_unquantized_logits_are_as_accurate_as_float32(implementation, place, softcap):
-    """A weight's relative error is that of its logit: of one next to the cap, and of one so small that tanh(x) is x."""
+    """A weight's relative error is that of its logit: of one next to the cap, and of one so small that tanh(x) is x.
+
+    On a GPU the exponential and the division are off by 2 units in the last place, of which the cap is a multiple.
+    """
     sizes = torch.tensor([1e-3, 0.1, 1.0, 10.0, 100.0, 1000.0, 1e4, 1e30])
     logits = torch.cat([sizes, -sizes]) * softcap / 50
     query, key = torch.zeros(1, 1, 1, 64, device=place), torch.zeros(1, 1, len(logits), 64, device=place)
@@ -142,14 +145,14 @@ def test_unquantized_logits_are_as_accurate_as_float32(implementation, place, so
     eye[0, 0, :, : len(logits)] = torch.eye(len(logits))
     _, lse = attend(implementation, (query, key, eye), softcap=softcap, scale=1.0, return_lse=True)
     expected = (softcap * torch.tanh(logits.double() / softcap)).logsumexp(-1)
-    assert abs(float(lse) - float(expected)) <= 2.0**-22 * (1 + softcap)
+    assert abs(float(lse) - float(expected)) <= 2.0**-21 * (1 + softcap)
     for i in range(len(logits)):  # one by one: the log-sum-exp of one key is its logit
         pick = torch.arange(len(logits), device=place) == i
         _, lse = attend(
             implementation, (query, key, eye), softcap=softcap, scale=1.0, return_lse=True, attn_mask=pick[None]
         )
         expected = softcap * math.tanh(float(logits[i]) / softcap)
-        assert abs(float(lse) - expected) <= 2.0**-22 * softcap
+        assert abs(float(lse) - expected) <= 2.0**-21 * softcap
 
 
 @pytest.mark.parametrize("softcap", [1.0, 5.0, 50.0])

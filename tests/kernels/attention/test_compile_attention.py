@@ -373,14 +373,18 @@ def test_wide_heads_with_a_bias_keep_their_registers(launches, variant, tmp_path
 @pytest.mark.parametrize("variant", ["unquantized", "8-per_block-fp16-fp32"])
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 def test_a_soft_cap_takes_few_registers(launches, chip, variant, head_dim, tmp_path):
-    """The heads of Gemma 2. An exponential and a division by an approximation, no call of a function."""
+    """The heads of Gemma 2. An exponential and a reciprocal, each one instruction."""
     calls = [
         launches(chip, float_call(variant, head_dim, torch.bfloat16, is_causal=True, softcap=softcap))
         for softcap in (None, 50.0)
     ]
     plain, capped = (compile_launch(chip, call["_quantized_attention_kernel"][0]) for call in calls)
-    assert "ex2.approx" in assembly(capped)
-    assert "call.uni" not in assembly(capped)
+    more = {
+        name: assembly(capped).count(name) - assembly(plain).count(name)
+        for name in ("ex2.approx", "rcp.approx", "div.full")
+    }
+    assert more["ex2.approx"] == more["rcp.approx"] > 0
+    assert more["div.full"] == 1, "by the cap alone, before the loop"
     stacks = [stack_bytes(compiled, tmp_path) for compiled in (plain, capped)]
     assert stacks[1] <= stacks[0] + 32, "more than eight registers are spilled, once"
     assert_fits(chip, capped, tmp_path, WIDE_STACK)
