@@ -21,6 +21,7 @@ from qframework.graph.attention_call import (
     product_operands,
     shape_of,
 )
+from qframework.graph.attributes import is_zeros_and_ones
 from qframework.graph.nodes import argument, behind, fake_value, is_inactive_dropout, operation, traced_number, users
 from qframework.graph.shapes import same, same_shape
 
@@ -89,6 +90,7 @@ class Logits:
             cls._shifted,
             cls._scaled,
             cls._capped,
+            cls._kept_by_product,
             cls._sum,
             cls._difference,
             cls._filled,
@@ -205,6 +207,28 @@ class Logits:
         return logits
 
     @classmethod
+    def _kept_by_product(cls, node: Node, factor: float) -> Logits | None:
+        """``x * keep + low * (1 - keep)`` with a buffer of zeros and ones, as GPT-1 hides keys."""
+        if operation(node) != "add" or argument(node, 2, "alpha", default=1) != 1:
+            return None
+        x, y = _operands(node)
+        for kept, hidden in ((x, y), (y, x)):
+            product, fill = (_scaled(each) if isinstance(each, Node) else None for each in (kept, hidden))
+            if product is None or fill is None or not isinstance(fill[1], float) or factor * fill[1] > NO_WEIGHT:
+                continue
+            keep = _taken_from_one(fill[0])
+            if keep is None or keep not in product or not is_zeros_and_ones(keep):
+                continue
+            logits_side = product[1] if product[0] is keep else product[0]
+            if not isinstance(logits_side, Node) or shape_of(logits_side) != shape_of(node):
+                continue
+            logits = cls.trace(logits_side, factor)
+            logits.summands.append(Summand(hidden, shape_of(node), factor))
+            logits.nodes.append(kept)
+            return logits
+        return None
+
+    @classmethod
     def _sum(cls, node: Node, factor: float) -> Logits | None:
         if operation(node) != "add" or argument(node, 2, "alpha", default=1) != 1:
             return None
@@ -264,6 +288,15 @@ class Logits:
             raise Refused(f"its logits must be filled with a number below {NO_WEIGHT:.0f}, got {node.name}")
         logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=seen))
         return logits
+
+
+def _taken_from_one(node: Node) -> Node | None:
+    """``x`` of ``1 - x``."""
+    name, (a, b) = operation(node), _operands(node)
+    if name == "rsub":
+        a, b = b, a
+    plain = name in ("sub", "rsub") and argument(node, 2, "alpha", default=1) == 1
+    return b if plain and isinstance(b, Node) and not isinstance(a, Node) and a == 1 else None
 
 
 def constant_number(value: Any) -> float | None:

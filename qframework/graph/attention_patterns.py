@@ -8,9 +8,9 @@ Steps in brackets are optional and may come in any order and number. Scaling by 
 ``scale``; scaling by a tensor that is the same for all keys (Swin V2's logit scale) is applied to the query; every
 summand keeps the shape in which it is added. One tanh before the summands, with what multiplies it, is a soft cap
 (Gemma 2): ``c * tanh(s / c)`` of the scaled logits s. The maximum of a row may be subtracted. The weights of keys that
-a mask hides may be set to zero (ESPnet, CPM-Ant), which the operator does too where a row has no other keys. Sinks
-(GPT-OSS), one logit of each row that is appended before the softmax and whose weight is dropped behind it, are an
-operand of their own.
+a mask hides may be set to zero (ESPnet, CPM-Ant), which the operator does too where a row has no other keys. A buffer
+of zeros and ones may multiply the logits, with what hides the zeros added (GPT-1). Sinks (GPT-OSS), one logit of each
+row that is appended before the softmax and whose weight is dropped behind it, are an operand of their own.
 """
 
 from __future__ import annotations

@@ -304,6 +304,35 @@ def test_attention_whose_hidden_weights_are_set_to_zero(x, config):
     torch.testing.assert_close(converted(x)[:, 0], model(x)[:, 0])
 
 
+class KeptByProduct(SpelledOut):
+    """As GPT-1 writes it."""
+
+    written = False
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        keep = self.mask[None, None, : x.shape[1], : x.shape[1]]
+        if self.written:
+            self.mask.mul_(0.5)
+        logits = (q @ k.mT / 3) * keep + -1e4 * (1 - keep)
+        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("config", [static_attention(), dynamic_attention("sage_b")])
+def test_keys_that_a_product_hides(x, config):
+    """Only zeros and ones hide keys or leave their logits as they are."""
+    for mask, found in ((torch.ones(7, 7).tril(), True), (torch.rand(7, 7), False)):
+        fallbacks.clear()
+        model = nn.Sequential(KeptByProduct(mask)).eval()
+        converted = quantized(model, QFrameworkQuantizer().set_global(config), x)
+        nodes = count(converted)
+        assert (nodes[SDPA], nodes[SAGE]) == ((config.is_static, not config.is_static) if found else (0, 0))
+        assert len(fallbacks) == (not found)
+        assert sqnr_db(model(x), converted(x)) > 25
+    model[0].written, model[0].mask = True, torch.ones(7, 7)
+    assert count(quantized(model, QFrameworkQuantizer().set_global(config), x))[torch.ops.aten.softmax.int] == 1
+
+
 def test_attention_spelled_out_stays_where_no_rule_wants_it(x):
     quantizer = QFrameworkQuantizer().set_global(static_attention()).set_module_name("0", None)
     converted = quantized(nn.Sequential(SpelledOut()), quantizer, x)
