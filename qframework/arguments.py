@@ -17,7 +17,7 @@ def described(value: object) -> str:
     """``value`` for an error message: a tensor's shape, or the repr and type of anything else."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"{value!r:.60} of type {type(value).__name__}"
+    return f"{' '.join(repr(value).split()):.60} of type {type(value).__name__}"
 
 
 def check_module(value: object, argument: str) -> None:
@@ -79,7 +79,7 @@ def is_count(value: object) -> TypeGuard[int]:
     return is_number(value) and isinstance(value, int) and value >= 1
 
 
-def check_batches(data: object, what: str) -> None:
+def check_batches(data: object, what: str, argument: str = "data") -> None:
     """Raise CalibrationError unless ``data`` is an iterable of batches; a mapping or text would be a single batch."""
     try:
         iter(data)  # type: ignore[call-overload]
@@ -88,7 +88,7 @@ def check_batches(data: object, what: str) -> None:
         iterable = False
     if not iterable:
         wanted = "an iterable of batches, such as a list or a DataLoader"
-        raise CalibrationError(f"{what}: data must be {wanted}, got {described(data)}")
+        raise CalibrationError(f"{what}: {argument} must be {wanted}, got {described(data)}")
 
 
 def check_number_of_batches(batches: object) -> None:

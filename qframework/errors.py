@@ -48,7 +48,8 @@ def export_error(what: str, error: Exception, dynamic_shapes: object, advice: st
     else:
         text = f"the model with these example_inputs and dynamic_shapes: {first_line(error)}"
         todo = "" if dynamic_shapes is None else "Pass dynamic_shapes=None for fixed shapes"
-    return QFrameworkError(". ".join(filter(None, (f"{what}: torch.export cannot capture {text}", todo, advice))))
+    said = f"{what}: torch.export cannot capture {text}".rstrip(".")
+    return QFrameworkError(". ".join(filter(None, (said, todo, advice))))
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,8 @@ _lock = threading.Lock()
 class Fallbacks(Counter[str]):
     """How often something that should have run in INT8 ran in float, by reason.
 
-    ``qframework.backend``, ``qframework.attention`` and ``qframework.training`` have one each, called ``fallbacks``.
+    ``qframework.quantizer``, ``backend``, ``attention``, ``conversion``, ``export`` and ``training`` have one each,
+    called ``fallbacks``.
     Compiled code counts when it is traced, not when it runs. ``clear()`` resets the counts and lets each message be
     logged once more.
     """

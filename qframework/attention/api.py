@@ -10,10 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qframework.arguments import described
+from qframework.attention.softcap import softcapped_attention
 from qframework.compat.dispatch import forward_level, functorch_transforms_active
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.fallbacks import Fallbacks
-from qframework.kernels.attention.arguments import SageAttentionArguments, VarlenArguments, cast_mask, default_scale
+from qframework.kernels.attention.arguments import (
+    SageAttentionArguments,
+    VarlenArguments,
+    cast_mask,
+    check_softcap,
+    default_scale,
+)
 from qframework.kernels.attention.auto import Hopper, Masking, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
@@ -44,6 +51,7 @@ def sage_attention(
     return_lse: Literal[False] = False,
     sm_scale: float | None = None,
     backward: Backward = "exact",
+    softcap: float | None = None,
 ) -> Tensor: ...
 @overload
 def sage_attention(
@@ -62,6 +70,7 @@ def sage_attention(
     return_lse: Literal[True],
     sm_scale: float | None = None,
     backward: Backward = "exact",
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def sage_attention(
     query: Tensor,
@@ -79,6 +88,7 @@ def sage_attention(
     return_lse: bool = False,
     sm_scale: float | None = None,
     backward: Backward = "exact",
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(query @ key.T * scale + attn_mask) @ value`` with quantized products.
 
@@ -109,6 +119,10 @@ def sage_attention(
             the forward pass, and 16-bit products of the rounded Q and K otherwise. The last two take no ``attn_mask``,
             variants that quantize Q and K per block (``"auto"``, ``"sage_b"``, ``"sage_vb"``), first derivatives only,
             and change nothing where no gradient is needed.
+        softcap: logits ``s = query @ key.T * scale`` become ``softcap * tanh(s / softcap)`` before ``attn_mask`` is
+            added (Gemma 2); positive, in units of the logits. With ``backward="exact"`` only, whose gradient then
+            builds the logits in memory in float32. ``"auto"`` takes plain PyTorch on a CPU, and on every GPU the
+            kernel, since PyTorch's attention caps nothing.
 
     Returns:
         ``(..., Hq, Nq, Dv)`` in ``query``'s dtype and layout; with ``return_lse`` also ``(..., Hq, Nq)`` fp32, the
@@ -120,15 +134,16 @@ def sage_attention(
     Raises:
         UnsupportedError: dropout; an unsupported dtype, device, head dimension, layout, variant or backward; a mask
             with another backward than ``"exact"``; transforms of ``torch.func`` and forward-mode derivatives.
-        QFrameworkError: shapes, dtypes or devices that do not match.
+        QFrameworkError: shapes, dtypes or devices that do not match; a ``softcap`` that is not positive or finite.
 
     Papers, depending on the variant: SageAttention, SageAttention2, SageAttention2++, QAttn. Of the gradient in 8 bit:
-    SageAttention3 and SageBwd.
+    SageAttention3 and SageBwd. Of the soft cap: Gemma 2, section 2.
     """
     # A traced graph must not depend on the set.
     repeated = not torch.compiler.is_compiling() and bool(_LEFT_TO_PYTORCH) and variant == "auto" and attn_mask is None
     if repeated and tensor_layout == "HND" and backward == "exact" and dropout_p == 0.0 and not return_lse:
-        handed_over = _handed_over(query, key, value, is_causal, scale, enable_gqa) if sm_scale is None else None
+        plain = sm_scale is None and softcap is None
+        handed_over = _handed_over(query, key, value, is_causal, scale, enable_gqa) if plain else None
         if handed_over is not None:
             return handed_over
     _check_tensors("sage_attention", query=query, key=key, value=value)
@@ -139,7 +154,7 @@ def sage_attention(
     if tensor_layout == "NHD":
         query, key, value = _exchange("query", query), _exchange("key", key), _exchange("value", value)
     arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
-    out, lse = attend(*arguments, return_lse, backward, dropout_p)
+    out, lse = attend(*arguments, return_lse, backward, dropout_p, softcap)
     if tensor_layout == "NHD":
         out = out.transpose(-3, -2)
     return (out, lse) if return_lse else out
@@ -158,6 +173,7 @@ def attend(
     return_lse: bool = False,
     backward: str = "exact",
     dropout_p: float = 0.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The operator, with autocast and broadcasting of leading dimensions as in PyTorch."""
     given = query, key, value
@@ -167,10 +183,14 @@ def attend(
             f"sage_attention: attn_mask must be None with backward={backward!r}, got shape {tuple(attn_mask.shape)}. "
             "Pass is_causal=True, or backward='exact'"
         )
+    check_softcap("sage_attention", softcap)
+    if backward != "exact":
+        _refuse_softcap("sage_attention", softcap, backward)
     _refuse_transforms("sage_attention", query, key, value, attn_mask)
     query, key, value = autocast(query, key, value)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
     call = SageAttentionArguments(query, key, value, attn_mask, is_causal, scale, enable_gqa, "auto", smooth_k)
+    call = call._replace(softcap=softcap)
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if backward != "exact" and (needs_gradient or dropout_p != 0.0):
         out, lse = _int8_gradient(call, spec_of(variant), return_lse, backward, dropout_p)
@@ -178,13 +198,15 @@ def attend(
     if variant == "auto" and not return_lse and _is_left_to_pytorch(call):
         call.check()
         _note_left_to_pytorch(query.device.type)
-        if attn_mask is None and query is given[0] and key is given[1] and value is given[2]:
+        plain = attn_mask is None and softcap is None
+        if plain and query is given[0] and key is given[1] and value is given[2]:
             _remember(_kind_of(query, key, value, is_causal, enable_gqa))
         out = _pytorch(call)
         return (out.squeeze(0) if added else out), query.new_empty(0)
     out, lse = torch.ops.qframework.sage_attention(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, spec_of(variant), smooth_k, return_lse
-    )
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, spec_of(variant), smooth_k, return_lse,
+        softcap=softcap,
+    )  # fmt: skip
     if added:
         out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
     return out, lse
@@ -260,7 +282,7 @@ def _is_left_to_pytorch(call: SageAttentionArguments) -> bool:
     operands = [x for x in (query, key, value, mask) if x is not None]
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     chip = _hopper_of(query.device)
-    return pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, chip, gradients)
+    return pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, chip, gradients, call.softcap is not None)
 
 
 # Dynamo calls the next two while tracing instead of tracing into them.
@@ -283,6 +305,11 @@ def _left_to_pytorch(device: str) -> tuple[str, str]:
 
 def _pytorch(call: SageAttentionArguments) -> Tensor:
     """PyTorch's attention, hidden from enclosing scopes, with this package's masks: a row of False gives zeros."""
+    if call.softcap is not None:
+        return softcapped_attention(
+            call.query, call.key, call.value, call.attn_mask, 0.0, call.is_causal, call.scale, call.enable_gqa,
+            call.softcap,
+        )  # fmt: skip
     mask = call.attn_mask
     if mask is not None:
         mask = torch.atleast_2d(mask)  # PyTorch's kernels read its last two sizes
@@ -310,6 +337,7 @@ def sage_attention_varlen(
     smooth_k: bool = True,
     sm_scale: float | None = None,
     backward: Backward = "exact",
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of B packed sequences, each of which attends to itself only.
 
@@ -329,6 +357,7 @@ def sage_attention_varlen(
         sm_scale: another name of ``scale``.
         backward: as for :func:`sage_attention`. With another one than ``"exact"``, and where a gradient is needed,
             sequences are computed one after another, and reading the offsets synchronizes with a GPU.
+        softcap: as for :func:`sage_attention`.
 
     Returns:
         ``(total_q, Hq, Dv)`` in ``query``'s dtype. The gradient is what ``backward`` says.
@@ -338,7 +367,8 @@ def sage_attention_varlen(
         QFrameworkError: shapes, dtypes or devices that do not match; offsets that do not start at 0, decrease, exceed
             the number of tokens or are further apart than ``max_seqlen``. On a GPU, where reading offsets would cost a
             synchronization, they are checked only if the environment variable ``QFRAMEWORK_CHECK_OFFSETS`` is 1 when
-            qframework is imported; otherwise the kernels clamp them to the tensors.
+            qframework is imported; otherwise the kernels clamp them to the tensors. A ``softcap`` that is not positive
+            or finite.
     """
     offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     _check_tensors("sage_attention_varlen", query=query, key=key, value=value, **offsets)
@@ -346,6 +376,9 @@ def sage_attention_varlen(
     _refuse_transforms("sage_attention_varlen", query, key, value)
     query, key, value = autocast(query, key, value)
     check_backward(backward)
+    check_softcap("sage_attention_varlen", softcap)
+    if backward != "exact":
+        _refuse_softcap("sage_attention_varlen", softcap, backward)
     if backward != "exact" and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         call = VarlenArguments(
             *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale),
@@ -355,7 +388,7 @@ def sage_attention_varlen(
         return _int8_gradient_varlen(call, backward)
     return torch.ops.qframework.sage_attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale,
-        spec_of(variant), smooth_k,
+        spec_of(variant), smooth_k, softcap,
     )  # fmt: skip
 
 
@@ -377,6 +410,13 @@ def _refuse_dropout(dropout_p: float) -> None:
         raise UnsupportedError(
             f"sage_attention: dropout_p must be 0.0 with backward='exact', got {dropout_p}. Call "
             "F.scaled_dot_product_attention, or let use_sage_attention fall back to it"
+        )
+
+
+def _refuse_softcap(function: str, softcap: float | None, backward: str) -> None:
+    if softcap is not None:
+        raise UnsupportedError(
+            f"{function}: softcap must be None with backward={backward!r}, got {softcap}. Pass backward='exact'"
         )
 
 

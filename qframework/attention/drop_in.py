@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from qframework.attention.api import Backward, attend, autocast, check_backward, fallbacks, spec_of
 from qframework.attention.handover import to_run_inside
 from qframework.attention.layer_choice import OFF
+from qframework.attention.softcap import softcapped_attention
 from qframework.compat.dispatch import FakeTensor
 from qframework.compat.functions import function_mode_stack
 from qframework.errors import UnsupportedError
@@ -122,20 +123,28 @@ def attention_or_fallback(
     scale: float | None = None,
     enable_gqa: bool = False,
     backward: str = "exact",
+    softcap: float | None = None,
 ) -> Tensor:
-    """Quantized attention; falls back to ``func`` (PyTorch's) where the variant does not support the call."""
+    """Quantized attention; falls back to ``func`` (PyTorch's) where the variant does not support the call.
+
+    With a ``softcap``, which PyTorch's attention does not take, it falls back to plain torch.
+    """
     dropped = dropout_p if backward == "exact" else 0.0  # other gradients are computed with dropout
     reason = why_not(query, key, value, attn_mask, dropped, is_causal)
     if reason is None and backward != "exact" and attn_mask is not None:
         reason = f"attn_mask with backward={backward!r}"
+    if reason is None and enable_gqa and key.shape[-3:-2] != value.shape[-3:-2]:
+        reason = "enable_gqa with other heads in value than in key"
     if reason is None:
         arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
         try:
-            return attend(*arguments, backward=backward, dropout_p=dropout_p)[0]
+            return attend(*arguments, backward=backward, dropout_p=dropout_p, softcap=softcap)[0]
         except UnsupportedError as error:
             reason = str(error)
     note_fallback(reason)
     args = (query, key, value, attn_mask, dropout_p, is_causal)
+    if softcap is not None:
+        return softcapped_attention(*args, scale, enable_gqa, softcap)
     return _pytorch(func, args, {"scale": scale, "enable_gqa": enable_gqa})
 
 
@@ -158,7 +167,7 @@ def why_not(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str | None:
     """Why no variant supports this call, without sizes, so that equal reasons count together; None if supported."""
-    if dropout_p > 0.0:
+    if dropout_p != 0.0:  # also what PyTorch refuses
         return "dropout"
     transform = transform_in_force(query, key, value, attn_mask)
     if transform is not None:

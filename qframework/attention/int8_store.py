@@ -85,7 +85,12 @@ class Int8Store:
         self.stored += key.shape[2]
 
     def attend(
-        self, query: Tensor, mask: Tensor | None = None, is_causal: bool = True, scale: float | None = None
+        self,
+        query: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = True,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attention of ``query (B, H, N, D)`` to all stored tokens, ``(B, H, N, Dv)``; see :func:`decode_attention`.
 
@@ -95,7 +100,9 @@ class Int8Store:
         assert self._length is not None
         window = self.window if mask is None else None
         key, value, scales = self._buffer("key"), self._buffer("value"), self._cache[2]
-        return decode_attention(query, key, value, scales, self._length[:1], mask, is_causal, window, scale)
+        mean = None if softcap is None else self._mean
+        options = (mask, is_causal, window, scale, softcap, mean)
+        return decode_attention(query, key, value, scales, self._length[:1], *options)
 
     def _buffer(self, which: Literal["key", "value"]) -> Tensor:
         """``(B, Hkv, capacity, D)`` int8."""

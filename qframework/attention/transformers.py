@@ -5,8 +5,9 @@
 
     model = transformers.AutoModel.from_pretrained(name, attn_implementation="qframework")
 
-The operator supports grouped heads and boolean masks. Unsupported calls (dropout in training, float64) fall back to
-PyTorch's attention and are counted in :data:`qframework.attention.fallbacks`.
+The operator supports grouped heads, boolean masks and the soft cap of Gemma 2. Unsupported calls (dropout in training,
+float64) fall back to PyTorch's attention, with a soft cap to plain torch, and are counted in
+:data:`qframework.attention.fallbacks`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from qframework.errors import UnsupportedError
 from qframework.import_hook import when_imported
 from qframework.kernels.attention.variants import AttentionVariant
 
-# Arguments that change the result and that no variant supports: Gemma 2's soft cap on logits, attention sinks.
-_REFUSED = ("softcap", "s_aux")
+# Arguments that change the result and that no variant supports: attention sinks.
+_REFUSED = ("s_aux",)
 
 
 def register(name: str = "qframework", *, variant: str | AttentionVariant = "auto", smooth_k: bool = True) -> None:
@@ -88,6 +89,7 @@ def _attention_forward(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     cache: Any = None,
+    softcap: float | None = None,
     *,
     variant: str,
     smooth_k: bool,
@@ -100,7 +102,7 @@ def _attention_forward(
     if store is not None:
         if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            out = store.attend(query, attention_mask, attention_mask is None and causal, scaling)
+            out = store.attend(query, attention_mask, attention_mask is None and causal, scaling, softcap)
             return out.transpose(1, 2).contiguous(), None
         key, value = store.floats("key"), store.floats("value")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -112,7 +114,7 @@ def _attention_forward(
     mask = _with_bias(attention_mask, position_bias, is_causal, query, key)
     out = attention_or_fallback(
         variant, smooth_k, F.scaled_dot_product_attention, query, key, value, mask, dropout,
-        is_causal and position_bias is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        is_causal and position_bias is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1], softcap=softcap,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 

@@ -48,6 +48,9 @@ NEEDS_GRADIENTS = {
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 SINKS = "it has sinks, with which no kernel was measured. Use 'sage' or the name of a variant to quantize it"
+SOFTCAP = (
+    "its logits have a soft cap, with which no kernel was measured. Use 'sage' or the name of a variant to quantize it"
+)
 
 _FEW_TOKENS = 32  # queries and keys up to which products and a softmax of odd heads were faster than a fused kernel
 
@@ -60,9 +63,10 @@ def lower_attention(lowering: Lowering) -> None:
     """Replace every attention that the operator supports; report on every attention.
 
     The option is ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (as ``"sage"``, unless PyTorch's is
-    faster), the name of a variant (everywhere) or ``"off"``. A mapping gives one of these for each layer: ``"auto"``
-    then means ``"sage"``, and layers that it does not name stay off. The second attention of a layer ``name`` is
-    ``name#1``; without such an entry it is treated like the first.
+    faster, or there are sinks or a soft cap, with which no kernel was measured), the name of a variant (everywhere) or
+    ``"off"``. A mapping gives one of these for each layer: ``"auto"`` then means ``"sage"``, and layers that it does
+    not name stay off. The second attention of a layer ``name`` is ``name#1``; without such an entry it is treated like
+    the first.
     """
     gm, option = lowering.gm, lowering.options.attention
     name_shapes(gm)
@@ -160,6 +164,8 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
         return None
     if call.sinks is not None:
         return SINKS
+    if call.softcap is not None:
+        return SOFTCAP
     return FASTER_EXACT if _pytorch_is_faster(call) else _reason_of_shape(call)
 
 

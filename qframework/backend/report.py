@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from qframework.graph.shapes import short_shapes
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -21,6 +23,9 @@ class LayerReport:
     reason: str
     fallback: bool = False
     kind: str = "linear"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", short_shapes(self.reason))
 
 
 @dataclass

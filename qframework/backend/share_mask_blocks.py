@@ -61,6 +61,8 @@ def _blocks_of(node: Node) -> _Shared | None:
     fakes = [fake for each in x[:4] if isinstance(each, Node) and (fake := fake_value(each)) is not None]
     if x.return_lse or x.rel_h is not None or not isinstance(mask, Node) or len(fakes) < 4:
         return None
+    if x.softcap is not None:  # which Hopper's kernel does not compute
+        return None
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
         return None
     query, key, value, kept = fakes

@@ -57,6 +57,17 @@ def in_jvp() -> bool:
     return eager_transforms.JVP_NESTING > 0
 
 
+_refuse_pointer: Callable[[Tensor], None] = optional(
+    torch._C, "torch._C._set_throw_on_mutable_data_ptr", lambda x: None
+)
+
+
+def without_memory(x: Any) -> Any:
+    """``x``, a subclass whose storage is empty, so that C++ that asks for its memory raises instead of reading it."""
+    _refuse_pointer(x)
+    return x
+
+
 below_autograd = optional(torch._C, "torch._C._AutoDispatchBelowAutograd", contextlib.nullcontext)
 # -1 outside a backward pass.
 current_graph_task = optional(torch._C, "torch._C._current_graph_task_id", lambda: -1)
@@ -177,6 +188,7 @@ __all__ = [
     "profiler_enabled",
     "set_grad_enabled",
     "static_layout",
+    "without_memory",
     "without_subclasses",
     "writes",
     "writes_of_all",

@@ -14,11 +14,13 @@ def silence_torchao_at_import() -> None:
 
 @contextlib.contextmanager
 def silenced_onnxscript() -> Iterator[None]:
-    """Silence onnxscript's warnings of constants that it tried to fold and left as they were."""
-    logger = logging.getLogger("onnxscript")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence onnxscript's warnings of constants that it tried to fold or share and left as they were."""
+    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -138,6 +138,11 @@ _ROWS = (
         "torch._C.DisableTorchFunctionSubclass", "writes to the dequantized weight of an INT8 layer cannot be detected"
     ),
     Name("torch.Tensor._make_wrapper_subclass", _BLOCKS),
+    Name(
+        "torch._C._set_throw_on_mutable_data_ptr",
+        "C++ code that takes the memory of a BlockTensor gets no error",
+        "it reads a null pointer",
+    ),
     Name("torch.Tensor._version", "writes to a float copy of a BlockTensor cannot be detected"),
     Name("torch.storage.UntypedStorage._cdata", "tensors that share memory cannot be detected in a graph"),
     Name("torch._subclasses.fake_tensor.FakeTensor", "captured graphs cannot be lowered"),

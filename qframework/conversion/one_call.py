@@ -14,15 +14,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from qframework.arguments import as_call, check_in_eval_mode, check_module, described, names_in
+from qframework.arguments import (
+    check_batches,
+    check_in_eval_mode,
+    check_module,
+    check_number_of_batches,
+    described,
+    names_in,
+)
 from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
 from qframework.compat.operators import OpOverload
 from qframework.conversion.exported import quantize_exported
 from qframework.conversion.in_place import fallbacks
 from qframework.conversion.quantized_model import QuantizedModel
-from qframework.errors import CalibrationError, UnsupportedError
-from qframework.graph.export_program import export_program
+from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError, first_line
+from qframework.graph.export_program import example_call, export_program
 from qframework.graph.nested import HIGHER_ORDER, nested_linears
 from qframework.graph.nodes import layer_name
 from qframework.graph.shapes import same
@@ -106,7 +113,11 @@ def quantize(
     if calibration_data is None and (chosen is not None or quantizer.needs_calibration):
         why = "a recipe" if chosen is not None else "static INT8"
         raise CalibrationError(f"quantize: calibration_data must hold batches of real inputs for {why}, got None")
-    args, kwargs = pytree.tree_map_only(Tensor, _dense, as_call(example_inputs))
+    if calibration_data is not None:
+        check_batches(calibration_data, "quantize", "calibration_data")
+    check_number_of_batches(batches)
+    args, kwargs = example_call(example_inputs, model, "quantize: example_inputs")
+    args, kwargs = pytree.tree_map_only(Tensor, _dense, (args, kwargs))
     shapes = _shapes(args, kwargs, dynamic_shapes)
     exported = _exported(model, args, kwargs, _for_signature(model, shapes) if dynamic_shapes == "batch" else shapes)
     if dynamic_shapes == "batch":
@@ -128,7 +139,7 @@ def quantize(
             f"none that the configuration quantizes, or skip={skip!r} leaves them out",
         )
     described_by = {"quantizer": quantizer.to_dict(), "recipe": chosen and chosen.to_dict()}
-    return QuantizedModel(converted, (args, kwargs), shapes, described_by)
+    return QuantizedModel(converted, (args, kwargs), shapes, described_by, model)
 
 
 def _recipe(recipe: Recipe | str | None) -> Recipe | None:
@@ -194,9 +205,10 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) 
     tensors = _tensors(args, kwargs)
     size = tensors[0].shape[0] if tensors else 0
     if size < 2:
+        seen = f"{size}: torch.export makes 1 a constant" if tensors else "a tensor without dimensions"
         raise UnsupportedError(
-            f"quantize: example_inputs must have a first dimension of at least 2, got {size}: torch.export makes 1 a "
-            "constant. Pass a larger batch, or dynamic_shapes=None for a model that takes this shape only"
+            f"quantize: example_inputs must have a first dimension of at least 2, got {seen}. Pass a larger batch, or "
+            "dynamic_shapes=None for a model that takes this shape only"
         )
 
     def of(x: Any) -> Any:
@@ -225,10 +237,26 @@ def _note_fixed(exported: fx.GraphModule, size: int) -> None:
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> fx.GraphModule:
     """A float graph with weights of its own, since recipes change weights in place."""
-    program = export_program("quantize", model, args, kwargs, shapes, "qframework.quantize_ needs no export")
+    try:
+        program = export_program("quantize", model, args, kwargs, shapes, "qframework.quantize_ needs no export")
+    except QFrameworkError:
+        _check_runs(model, args, kwargs)
+        raise
     # PyTorch's checks of the inputs call those of **kwargs by names that the graph's module does not have.
     is_named = kwargs.keys() <= inspect.signature(model.forward).parameters.keys()
     return copy.deepcopy(program.module(check_guards=is_named))
+
+
+def _check_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError if the float model itself fails with these inputs, which says more than the export."""
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:  # the model's code may raise anything
+        raise UnsupportedError(
+            f"quantize: example_inputs must be inputs that the {type(model).__name__} computes with, but it raises "
+            f"{first_line(error)}"
+        ) from error
 
 
 def _for_signature(model: nn.Module, shapes: tuple[Any, ...] | dict[str, Any]) -> tuple[Any, ...] | dict[str, Any]:

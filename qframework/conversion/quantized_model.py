@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from qframework.backend import Report, explain
 from qframework.compat import pytree
+from qframework.conversion.example_call import accept_float_calls, float_call
 from qframework.conversion.recipe_check import RECIPE_NOTE
+from qframework.conversion.stand_in import move_devices, record_module, stand_in
 from qframework.errors import UnsupportedError
 from qframework.export.onnx_export import write_onnx
 from qframework.export.package import write_package
@@ -30,10 +33,23 @@ class QuantizedModel(GraphModule):
 
     Without compilation it simulates the INT8 model in float, slowly. ``quantize`` makes it. Its outputs carry no
     gradient.
+
+    It can take the place of the float model in another: it has its plain attributes (``stand_in.py``) and takes its
+    arguments (``example_call.py``), as far as the example it was exported with allows.
     """
 
-    def __init__(self, converted: GraphModule, call: tuple[Any, Any], dynamic_shapes: Any, config: Any) -> None:
-        """``call`` holds the example's positional and keyword arguments; only shapes and dtypes of tensors are kept."""
+    def __init__(
+        self,
+        converted: GraphModule,
+        call: tuple[Any, Any],
+        dynamic_shapes: Any,
+        config: Any,
+        model: nn.Module,
+    ) -> None:
+        """``call`` holds the example's positional and keyword arguments; only shapes and dtypes of tensors are kept.
+
+        ``model`` is the float model, of which plain attributes are kept.
+        """
         super().__init__(converted, converted.graph, "QuantizedModel")
         inputs = zip(self.graph.find_nodes(op="placeholder"), pytree.tree_leaves(call), strict=True)
         check_none_inputs(self, [node.name for node, value in inputs if value is None])
@@ -44,6 +60,24 @@ class QuantizedModel(GraphModule):
         self._call = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), call)
         self._dynamic_shapes, self._config = dynamic_shapes, config
         self._notes = (converted.meta[RECIPE_NOTE],) if RECIPE_NOTE in converted.meta else ()
+        self._original, self._float_call = record_module(model), float_call(model)
+        self._take_place()
+
+    def _take_place(self) -> None:
+        stand_in(self, self._original)
+        self.recompile()
+
+    def recompile(self) -> Any:
+        """Generate the code of the graph; ``forward`` then takes the float model's arguments."""
+        code = super().recompile()
+        call = self.__dict__.get("_float_call")
+        if call is not None:
+            names = [name for name in inspect.signature(type(self).forward).parameters if name != "self"]
+            args, kwargs = self._call
+            example = dict(zip(names, [*args, *kwargs.values()], strict=False))
+            accepting = accept_float_calls(type(self).forward, call, example) if len(example) == len(names) else None
+            type(self).forward = accepting or type(self).forward
+        return code
 
     def save(self, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> None:
         """Write the model to one file, which ``qframework.load`` reads without the model's code.
@@ -99,12 +133,16 @@ class QuantizedModel(GraphModule):
                     f"QuantizedModel: dtype must stay as the model was quantized, {dtype}, got {changed}. Convert the "
                     "float model before quantize, or run the quantized one under torch.autocast"
                 )
-        return super()._apply(fn, recurse)
+        moved = super()._apply(fn, recurse)
+        move_devices(self)
+        return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied: Any = super().__deepcopy__(memo)
         copied._call, copied._dynamic_shapes, copied._config = self._call, self._dynamic_shapes, self._config
         copied.training, copied._notes = False, self._notes
+        copied._original, copied._float_call = self._original, self._float_call
+        copied._take_place()
         return copied
 
     def __reduce__(self) -> Any:

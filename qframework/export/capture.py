@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from qframework.arguments import as_call, check_module
+from qframework.arguments import check_module
 from qframework.compat.dynamo import is_compiled
 from qframework.errors import UnsupportedError
 from qframework.export.recorded_inputs import recorded_inputs
-from qframework.graph.export_program import export_program
+from qframework.graph.export_program import example_call, export_program
 
 
 def check_model(model: nn.Module, what: str) -> None:
@@ -31,7 +31,7 @@ def call_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Positional and keyword inputs and ``dynamic_shapes``: those given, or those that an exported model records."""
     if example_inputs is not None:
-        return *as_call(example_inputs), dynamic_shapes
+        return *example_call(example_inputs, model, f"{what}: example_inputs"), dynamic_shapes
     if dynamic_shapes is not None:
         raise UnsupportedError(f"{what}: dynamic_shapes must be None without example_inputs, whose axes they name")
     if not isinstance(model, GraphModule):

@@ -35,7 +35,8 @@ def write_float_attention(gm: GraphModule) -> dict[str, str]:
     """Replace all INT8 attention of a graph in place; returns the layers with the reason.
 
     Raises:
-        UnsupportedError: the model reads the log-sum-exp of a variant, which float attention does not return.
+        UnsupportedError: the model reads the log-sum-exp of a variant, which float attention does not return, or caps
+            its logits, which float attention does not compute.
     """
     replaced: dict[str, str] = {}
     gm.graph.eliminate_dead_code()  # an exported program has a node for each result of an operator, read or not
@@ -64,6 +65,11 @@ def _write_sdpa(gm: GraphModule, node: Node) -> None:
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
         raise UnsupportedError(
             f"to_onnx: attention {layer_name(node)!r} must return its output alone, but the model reads its log-sum-exp"
+        )
+    if call["softcap"] is not None:
+        raise UnsupportedError(
+            f"to_onnx: attention {layer_name(node)!r} must have no softcap, got {call['softcap']}, which "
+            "scaled_dot_product_attention does not take. Leave it in float"
         )
     with gm.graph.inserting_before(node):
         mask = _mask(gm, call)

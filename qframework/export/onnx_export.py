@@ -16,6 +16,7 @@ from qframework.compat.logs import silenced_onnxscript
 from qframework.errors import QFrameworkError, UnsupportedError, first_line
 from qframework.export.capture import call_of, check_model, own_graph
 from qframework.export.constant_biases import fold_biases
+from qframework.export.constant_outputs import make_constant_outputs_tensors
 from qframework.export.expand_hadamard import expand_hadamard
 from qframework.export.expand_int8_linear import expand_int8_linear
 from qframework.export.float_attention import write_float_attention
@@ -51,7 +52,8 @@ def to_onnx(
 
     Activations below ``-127.5 scale`` become -128 where this package has -127: QuantizeLinear has no smaller range.
     Axes that vary have the names of their ``torch.export.Dim``. Without one they are called ``batch`` if they are the
-    first of an input and of the same size in the example, else ``{input}_axis_{i}``. Needs the extra ``onnx``.
+    first of an input and of the same size in the example, else ``{input}_axis_{i}``. Outputs that are numbers become
+    tensors without dimensions, in int64, double or bool; None is no output. Needs the extra ``onnx``.
 
     Args:
         model: the result of ``convert_pt2e``, ``qframework.load`` or ``qframework.quantize``, or a module in eval mode
@@ -69,7 +71,7 @@ def to_onnx(
     Raises:
         QFrameworkError: the extra ``onnx`` is not installed, or ``torch.export`` or ``torch.onnx`` cannot express the
             model.
-        UnsupportedError: ``model`` has no layer that QDQ expresses; or a wrong argument.
+        UnsupportedError: ``model`` has no layer that QDQ expresses, or an output such as a text; or a wrong argument.
         OSError: the file cannot be written.
     """
     check_model(model, "to_onnx")
@@ -88,6 +90,7 @@ def write_onnx(
     _check(opset)
     check_output_file(Path(path), "to_onnx: path")
     gm = own_graph(model, args, kwargs, dynamic_shapes, "to_onnx")
+    make_constant_outputs_tensors(gm, "to_onnx")
     expand_int8_linear(gm)
     expand_hadamard(gm)
     in_float = write_float_attention(gm)

@@ -16,10 +16,14 @@ _NOTES = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "pkg.torch.exp
 
 
 def output_names(program: ExportedProgram) -> list[str]:
-    """``output`` for a single tensor, the keys of a mapping, else ``output_0`` and so on; nested names with dots."""
+    """``output`` for a single tensor, the keys of a mapping, else ``output_0`` and so on; nested names with dots.
+
+    Outputs that are None have no name, since a file does not hold them.
+    """
     spec = program.call_spec.out_spec
     assert spec is not None
-    names = [".".join(path) for path in _paths(spec)]
+    outputs = zip(_paths(spec), program.graph_signature.user_outputs, strict=True)
+    names = [".".join(path) for path, output in outputs if output is not None]
     named = [f"output_{name}" if name[:1].isdigit() else name or "output" for name in names]
     taken = {node.name for node in program.graph.nodes if node.op == "placeholder"}
     return [f"{name}_out" if name in taken else name for name in named]

@@ -18,6 +18,7 @@ from qframework.backend.options import parse_options
 from qframework.compat import pytree
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, first_line
 from qframework.export.capture import call_of, check_model, own_graph
+from qframework.export.constant_outputs import make_constant_outputs_tensors
 from qframework.export.package_inputs import checked_call, describe_inputs
 from qframework.export.plain_outputs import make_outputs_plain
 from qframework.files import open_regular
@@ -59,7 +60,7 @@ def to_package(
         A report on each layer, as ``explain`` gives.
 
     Raises:
-        UnsupportedError: a wrong argument.
+        UnsupportedError: a wrong argument, or an output that is neither a tensor, a number nor None.
         QFrameworkError: ``torch.export`` cannot trace the model, or AOTInductor cannot compile it: there is no C++
             compiler, for example.
         OSError: the file cannot be written.
@@ -83,6 +84,7 @@ def write_package(
     settings = parse_options(None, options)
     args, kwargs = pytree.tree_map_only(Tensor, _dense, (args, kwargs))
     gm = own_graph(model, args, kwargs, dynamic_shapes, "to_package")
+    make_constant_outputs_tensors(gm, "to_package")
     make_outputs_plain(gm)
     lowering = Lowering.of(gm, (), settings)
     with torch.no_grad():

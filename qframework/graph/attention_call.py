@@ -68,6 +68,7 @@ class AttentionCall:
     between: list[Node] = field(default_factory=list)  # the nodes that are replaced, from the first product to ``end``
     sinks: Node | None = None  # logits of shape (..., Nq, 1) that take weight from the keys
     first: Node | None = None  # the first node that reads an operand, ``end`` where None
+    softcap: float | None = None  # scaled logits s become softcap * tanh(s / softcap) before summands are added
     scaling: list[Node] = field(default_factory=list)  # the nodes before ``between`` that only scale query or key
 
 

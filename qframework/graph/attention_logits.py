@@ -1,6 +1,6 @@
 """Finds the product of queries and keys behind the logits of a softmax, and the steps in between.
 
-These are the steps of attention_patterns.py: scales, summands, masks, views, a row's maximum and sinks.
+These are the steps of attention_patterns.py: scales, soft caps, summands, masks, views, a row's maximum and sinks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from qframework.graph.attention_call import (
     product_operands,
     shape_of,
 )
+from qframework.graph.attributes import is_zeros_and_ones
 from qframework.graph.nodes import argument, behind, fake_value, is_inactive_dropout, operation, traced_number, users
 from qframework.graph.shapes import same, same_shape
 
@@ -73,6 +74,7 @@ class Logits:
     summands: list[Summand] = field(default_factory=list)
     row_factors: list[tuple[Node, bool]] = field(default_factory=list)
     sinks: Node | None = None
+    softcap: float | None = None  # summands are added to, and a shift is of, the capped logits
     shifted: bool = False  # by the same for all keys, which changes no softmax over keys alone
 
     @classmethod
@@ -87,6 +89,8 @@ class Logits:
             cls._same,
             cls._shifted,
             cls._scaled,
+            cls._capped,
+            cls._kept_by_product,
             cls._sum,
             cls._difference,
             cls._filled,
@@ -181,12 +185,48 @@ class Logits:
             x, by, logits = by, x, cls.trace(by, factor)
         if fake_value(by) is None:
             raise Refused(f"its logits must be scaled by a constant, got {by.name}, a number from the graph")
+        if logits.softcap is not None:
+            raise Refused(f"its logits must be capped by a number, got {by.name}, a tensor that scales capped ones")
         if logits.summands or shape_of(x) != logits.shape or (shape_of(by) or (1,))[-1:] != (1,):
             raise Refused(
                 f"its logits must be scaled by one factor per row, got {by.name} of shape {tuple(shape_of(by))}"
             )
         logits.row_factors.append((by, divides))
         return logits
+
+    @classmethod
+    def _capped(cls, node: Node, factor: float) -> Logits | None:
+        """``tanh(x)``: with what multiplies both it and x, ``c tanh(s / c)`` of scaled logits s."""
+        if operation(node) != "tanh":
+            return None
+        logits = cls.trace(argument(node, 0, "input", "self"), 1.0)
+        if logits.softcap is not None or logits.summands or logits.shifted:
+            raise Refused("its logits must pass through one tanh, and nothing must be added to them before it")
+        logits.softcap = abs(factor)
+        logits.factor *= factor
+        return logits
+
+    @classmethod
+    def _kept_by_product(cls, node: Node, factor: float) -> Logits | None:
+        """``x * keep + low * (1 - keep)`` with a buffer of zeros and ones, as GPT-1 hides keys."""
+        if operation(node) != "add" or argument(node, 2, "alpha", default=1) != 1:
+            return None
+        x, y = _operands(node)
+        for kept, hidden in ((x, y), (y, x)):
+            product, fill = (_scaled(each) if isinstance(each, Node) else None for each in (kept, hidden))
+            if product is None or fill is None or not isinstance(fill[1], float) or factor * fill[1] > NO_WEIGHT:
+                continue
+            keep = _taken_from_one(fill[0])
+            if keep is None or keep not in product or not is_zeros_and_ones(keep):
+                continue
+            logits_side = product[1] if product[0] is keep else product[0]
+            if not isinstance(logits_side, Node) or shape_of(logits_side) != shape_of(node):
+                continue
+            logits = cls.trace(logits_side, factor)
+            logits.summands.append(Summand(hidden, shape_of(node), factor))
+            logits.nodes.append(kept)
+            return logits
+        return None
 
     @classmethod
     def _sum(cls, node: Node, factor: float) -> Logits | None:
@@ -248,6 +288,15 @@ class Logits:
             raise Refused(f"its logits must be filled with a number below {NO_WEIGHT:.0f}, got {node.name}")
         logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=seen))
         return logits
+
+
+def _taken_from_one(node: Node) -> Node | None:
+    """``x`` of ``1 - x``."""
+    name, (a, b) = operation(node), _operands(node)
+    if name == "rsub":
+        a, b = b, a
+    plain = name in ("sub", "rsub") and argument(node, 2, "alpha", default=1) == 1
+    return b if plain and isinstance(b, Node) and not isinstance(a, Node) and a == 1 else None
 
 
 def constant_number(value: Any) -> float | None:

@@ -1,15 +1,16 @@
 """Finds attention in a captured graph: one ``scaled_dot_product_attention`` node, or products around a softmax::
 
     q [* s] ──┐
-    k [* s].T ┴> matmul -> [* s] -> [+ bias] -> [views] -> [+ mask] -> softmax -> [dropout] -> matmul -> ...
-                                                                                       v ────────┘
+    k [* s].T ┴> matmul -> [* s] -> [cap] -> [+ bias] -> [views] -> [+ mask] -> softmax -> [dropout] -> matmul -> ...
+                                                                                                v ────────┘
 
 Steps in brackets are optional and may come in any order and number. Scaling by a number becomes the operator's
 ``scale``; scaling by a tensor that is the same for all keys (Swin V2's logit scale) is applied to the query; every
-summand keeps the shape in which it is added. The maximum of a row may be subtracted. The weights of keys that a mask
-hides may be set to zero (ESPnet, CPM-Ant), which the operator does too where a row has no other keys. Sinks (GPT-OSS),
-one logit of each row that is appended before the softmax and whose weight is dropped behind it, are an operand of their
-own.
+summand keeps the shape in which it is added. One tanh before the summands, with what multiplies it, is a soft cap
+(Gemma 2): ``c * tanh(s / c)`` of the scaled logits s. The maximum of a row may be subtracted. The weights of keys that
+a mask hides may be set to zero (ESPnet, CPM-Ant), which the operator does too where a row has no other keys. A buffer
+of zeros and ones may multiply the logits, with what hides the zeros added (GPT-1). Sinks (GPT-OSS), one logit of each
+row that is appended before the softmax and whose weight is dropped behind it, are an operand of their own.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
         end, query.x, key.x, value, logits.shape, shape_of(weights[-1]), key_is_transposed=True,
         enable_gqa=share_one_head(query.x, key.x, value), summands=summands, row_factors=logits.row_factors,
         scale=logits.factor * query.factor * key.factor, between=[*logits.nodes, *weights, end],
-        sinks=logits.sinks,
+        sinks=logits.sinks, softcap=logits.softcap,
         first=min((*query.steps, *key.steps, logits.nodes[0])), scaling=[*query.steps, *key.steps],
     )  # fmt: skip
 

@@ -11,10 +11,24 @@ import operator
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from qframework.graph.nodes import CASTS, COPIES, VIEWS, behind
+from qframework.graph.writes import is_written
+
+_PARTS = CASTS | COPIES | VIEWS | {"slice", "select", "getitem", "expand"}
+
 
 def attribute(model: GraphModule, node: Node) -> Tensor:
     """The tensor that a ``get_attr`` node reads."""
     return operator.attrgetter(str(node.target))(model)
+
+
+def is_zeros_and_ones(node: Node) -> bool:
+    """Whether a node reads a buffer that holds nothing but zeros and ones and is never written, or a part of one."""
+    node, model = behind(node, _PARTS), node.graph.owning_module
+    if node.op != "get_attr" or model is None or is_written(node):
+        return False
+    tensor = attribute(model, node)
+    return not isinstance(tensor, nn.Parameter) and bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def replace_attribute(model: GraphModule, node: Node, reader: Node, value: Tensor) -> Node:

@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from qframework.compat.dispatch import set_grad_enabled
+from qframework.compat.dispatch import FakeTensor, set_grad_enabled
 from qframework.compat.dynamo import recorded_value, value_key
 from qframework.compat.operators import OpOverload, schema
 from qframework.graph.nodes import fake_value, operation, why_not_plain
 from qframework.graph.shapes import same, same_shape, traced_size
+from qframework.graph.strides import follow_strides
 from qframework.graph.writes import storages
 
 aten = torch.ops.aten
@@ -63,7 +64,12 @@ def write_out_of_place(gm: GraphModule) -> None:
         if (call := _with_a_result(node)) is None:
             continue
         written = node.args[0]
-        if not isinstance(written, Node) or memory.is_seen(written, node) or not _computes_the_same(written, call):
+        if not isinstance(written, Node) or memory.is_seen(written, node):
+            continue
+        moved: dict[Node, Any] | None = {}
+        if not _computes_the_same(written, call):
+            moved = None if memory.readers_after(written, node) else _with_other_strides(node, call)
+        if moved is None:
             continue
         value = recorded_value(written)
         if switches_gradients and value.requires_grad:
@@ -71,6 +77,8 @@ def write_out_of_place(gm: GraphModule) -> None:
         node.op, node.target, node.args, node.kwargs = "call_function", *call
         node.meta.setdefault(value_key(written), value)
         memory.let_read_after(written, node)
+        for each, new in moved.items():
+            each.meta[value_key(each)] = new
 
 
 def _read_whole_tensors(gm: GraphModule) -> None:
@@ -163,16 +171,17 @@ class _Memory:
         nodes = [*self._anywhere, *(node for each in own for node in self._sharing[each])]
         before = [node for node in nodes if self._place[node] < self._place[write]]
         return any(
-            not node.op.startswith("call") or (node is not written and self._readers_after(node, write))
+            not node.op.startswith("call") or (node is not written and self.readers_after(node, write))
             for node in before
         )
 
     def let_read_after(self, written: Node, write: Node) -> None:
         """Let the readers of ``written`` behind ``write`` read the result of ``write``."""
-        for user in self._readers_after(written, write):
+        for user in self.readers_after(written, write):
             user.replace_input_with(written, write)
 
-    def _readers_after(self, node: Node, write: Node) -> list[Node]:
+    def readers_after(self, node: Node, write: Node) -> list[Node]:
+        """The nodes behind ``write`` that read ``node``."""
         return [user for user in node.users if self._place[user] > self._place[write]]
 
 
@@ -185,6 +194,25 @@ def _computes_the_same(written: Node, call: _Call) -> bool:
     except (TypeError, RuntimeError):  # something else than tensors and numbers
         return False
     return isinstance(wanted, Tensor) and _layout(found) == _layout(wanted)
+
+
+def _with_other_strides(node: Node, call: _Call) -> dict[Node, Any] | None:
+    """The new values of a write to a view with gaps, whose result has none, and of the nodes whose strides follow.
+
+    None if the result differs in more than strides, or the graph depends on them: none of these nodes is written.
+    """
+    wanted = recorded_value(node)
+    if not isinstance(wanted, FakeTensor):
+        return None
+    try:
+        args, kwargs = map_arg((call.args, call.kwargs), recorded_value)
+        with wanted.fake_mode:
+            found = call.target(*args, **kwargs)
+    except (TypeError, RuntimeError, AssertionError):  # what tracing recorded no value for
+        return None
+    if found.dtype != wanted.dtype or not same_shape(found.shape, wanted.shape):
+        return None
+    return follow_strides(node, found)
 
 
 def _on_meta(node: Node) -> Tensor | float:

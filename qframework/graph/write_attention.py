@@ -57,7 +57,7 @@ class AttentionWriter:
         both = self.add(
             torch.ops.qframework.sage_attention.default,
             query, key, value, mask, call.is_causal, call.scale, call.enable_gqa, variant, smooth_k,
-            call.sinks is not None, rel_h, rel_w,
+            call.sinks is not None, rel_h, rel_w, *([] if call.softcap is None else [call.softcap]),
         )  # fmt: skip
         out = self.add(operator.getitem, both, 0)
         return self._as_end(out if call.sinks is None else self._beside_sinks(out, self.add(operator.getitem, both, 1)))
@@ -70,6 +70,11 @@ class AttentionWriter:
         """
         if self._call.sinks is not None:
             raise Refused("it has sinks, which scaled_dot_product_attention does not take. Use a variant")
+        if self._call.softcap is not None:
+            raise Refused(
+                f"its logits have a soft cap of {self._call.softcap:g}, which neither static INT8 attention nor "
+                "scaled_dot_product_attention takes. Use a variant"
+            )
         call, (query, key, value) = self._call, self._query_key_value()
         mask = self._mask([summand for summand in call.summands if summand not in self._grid_summands])
         if self._grid_summands:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         qattn_paper,
         static_int8,
     )
-    from qframework.quantizer.quantizer import QFrameworkQuantizer
+    from qframework.quantizer.quantizer import QFrameworkQuantizer, fallbacks
     from qframework.quantizer.recipe import Recipe, Smooth
     from qframework.quantizer.split_range import split_gelu_ranges
     from qframework.quantizer.static_observer import uncalibrated
@@ -42,6 +42,7 @@ __all__ = [
     "correct_bias",
     "dynamic_attention",
     "dynamic_int8",
+    "fallbacks",
     "qattn_paper",
     "round_weights",
     "split_gelu_ranges",
@@ -63,6 +64,7 @@ _MODULE_OF = {
     "correct_bias": "bias_correction",
     "dynamic_attention": "attention_config",
     "dynamic_int8": "config",
+    "fallbacks": "quantizer",
     "qattn_paper": "config",
     "round_weights": "weight_rounding",
     "split_gelu_ranges": "split_range",

@@ -24,11 +24,12 @@ from torch.fx import GraphModule, Node
 import qframework.kernels  # noqa: F401  registers the operator that variants become
 from qframework.compat.operators import schema
 from qframework.compat.torchao import QuantizationAnnotation, QuantizationSpec, QuantizationSpecBase
-from qframework.errors import QFrameworkError
+from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.graph.attention_call import Refused, Unrecognized
 from qframework.graph.attention_patterns import sdpa_call, spelled_out_call
 from qframework.graph.nodes import operation
 from qframework.graph.replace_attention import replace_attention
+from qframework.graph.shapes import short_shapes
 from qframework.numerics import FLOAT_DTYPES
 from qframework.quantizer.annotate_linear import (
     SharedObservers,
@@ -50,6 +51,14 @@ class AttentionAnnotation(QuantizationAnnotation):
 
     layer: str = ""
     config: AttentionConfig = field(default_factory=AttentionConfig)
+
+
+class NoAttentionKernel(UnsupportedError):
+    """No kernel computes an attention, whatever its configuration; ``reason`` says why."""
+
+    def __init__(self, layer: str, reason: str) -> None:
+        self.reason = short_shapes(reason)
+        super().__init__(str(unsupported(layer, self.reason)))
 
 
 class SdpaArguments(NamedTuple):
@@ -111,26 +120,21 @@ def annotate_attention(node: Node, layer: str, config: AttentionConfig, shared: 
 def check_attention(node: Node, layer: str, config: AttentionConfig) -> None:
     """Raise UnsupportedError where no kernel supports ``config`` for the attention ``node``."""
     call = attention_call(node)
-    reason = None
     if call.dropout_p != 0:
-        reason = f"dropout_p must be 0, as in a model in eval(), got {call.dropout_p}"
+        raise unsupported(layer, f"dropout_p must be 0, as in a model in eval(), got {call.dropout_p}")
     for role, tensor in call.operands().items():
-        reason = reason or _reason_against(role, traced_value(tensor, layer), config)
-    if reason is not None:
-        raise unsupported(layer, reason)
-
-
-def _reason_against(role: str, value: torch.Tensor, config: AttentionConfig) -> str | None:
-    shape = f"({', '.join(map(str, value.shape))})"
-    if value.dtype not in FLOAT_DTYPES:
-        return f"{role} must have dtype float32, float16 or bfloat16, got {value.dtype}"
-    if not 3 <= value.ndim <= 5:
-        return f"{role} must have 3 to 5 dimensions, got shape {shape}"
-    if isinstance(value.shape[-1], int) and value.shape[-1] > MAX_HEAD_DIM:
-        return f"{role} must have at most {MAX_HEAD_DIM} channels per head, got {value.shape[-1]}"
-    if config.granularity == "per_head" and (value.ndim < 4 or not isinstance(value.shape[-3], int)):
-        return f"{role} must have shape (..., H, N, D) with a fixed H for granularity='per_head', got {shape}"
-    return None
+        value = traced_value(tensor, layer)
+        shape = f"({', '.join(map(str, value.shape))})"
+        if value.dtype not in FLOAT_DTYPES:
+            raise unsupported(layer, f"{role} must have dtype float32, float16 or bfloat16, got {value.dtype}")
+        if not 3 <= value.ndim <= 5:
+            raise NoAttentionKernel(layer, f"{role} must have 3 to 5 dimensions, got shape {shape}")
+        if isinstance(value.shape[-1], int) and value.shape[-1] > MAX_HEAD_DIM:
+            reason = f"{role} must have at most {MAX_HEAD_DIM} channels per head, got {value.shape[-1]}"
+            raise NoAttentionKernel(layer, reason)
+        if config.granularity == "per_head" and (value.ndim < 4 or not isinstance(value.shape[-3], int)):
+            reason = f"{role} must have shape (..., H, N, D) with a fixed H for granularity='per_head', got {shape}"
+            raise unsupported(layer, reason)
 
 
 def transform_attention(model: GraphModule, node: Node, layer: str, config: AttentionConfig) -> None:
@@ -155,7 +159,7 @@ def transform_attention(model: GraphModule, node: Node, layer: str, config: Atte
     except Unrecognized:
         return
     except (Refused, QFrameworkError) as refusal:
-        raise unsupported(layer, f"no kernel computes this attention: {refusal}") from refusal
+        raise NoAttentionKernel(layer, f"no kernel computes this attention: {refusal}") from refusal
 
 
 def _spec(tensor: Node, layer: str, config: AttentionConfig) -> QuantizationSpec:

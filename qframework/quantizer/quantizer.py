@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.fx import GraphModule, Node
 from qframework.arguments import described
 from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quantizer
 from qframework.errors import UnsupportedError
+from qframework.fallbacks import Fallbacks
 from qframework.graph.einsum_linears import expand_exported_einsum_linears
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_products import expand_exported_products
@@ -26,6 +28,7 @@ from qframework.graph.small_linears import why_too_small
 from qframework.graph.weight_rows import separate_weights
 from qframework.quantizer.annotate_attention import (
     AttentionAnnotation,
+    NoAttentionKernel,
     annotate_attention,
     check_attention,
     is_attention,
@@ -47,6 +50,9 @@ from qframework.quantizer.attention_config import AttentionConfig
 from qframework.quantizer.config import LinearConfig, check_bool
 from qframework.quantizer.fake_quantize import wrap_observers
 from qframework.quantizer.rules import Config, Kind, NodeFilter, Rule, RuleKind, qualified_name
+
+fallbacks = Fallbacks()
+"""How often an attention that ``set_global`` selects stayed in float, by reason. Each reason is logged once."""
 
 # from weakest to strongest
 _PRECEDENCE: tuple[RuleKind, ...] = ("global", "module_type", "filter", "module_name")
@@ -82,7 +88,11 @@ class QFrameworkQuantizer(Quantizer):
         self.rules: list[Rule] = []
 
     def set_global(self, config: Config | None) -> QFrameworkQuantizer:
-        """Configure every linear, or every attention, that no other rule selects."""
+        """Configure every linear, or every attention, that no other rule selects.
+
+        Attention that no kernel computes then stays in float, is logged and counted in
+        ``qframework.quantizer.fallbacks``; it is an error where another rule selects it.
+        """
         return self._add("global", None, config)
 
     def set_module_name(self, pattern: str, config: Config | None) -> QFrameworkQuantizer:
@@ -230,13 +240,16 @@ class QFrameworkQuantizer(Quantizer):
                 f"config_for: node must be a torch.fx.Node of an exported model, got {described(node)}"
             )
         kind: Kind = LinearConfig if is_linear(node) else AttentionConfig
-        selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
-        # max() returns the first of equal items, so the latest call must come first
-        strongest = max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)
+        strongest = self._strongest_rule(node, kind)
         config = strongest.config_of(kind) if strongest else None
         if isinstance(config, LinearConfig) and _is_too_small(node, config):
             return None
         return config if config is None else node.meta.get(_OVERRIDE, config)
+
+    def _strongest_rule(self, node: Node, kind: Kind) -> Rule | None:
+        selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
+        # max() returns the first of equal items, so the latest call must come first
+        return max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)
 
     def _attention_config(self, node: Node) -> AttentionConfig | None:
         config = self.config_for(node)
@@ -248,12 +261,28 @@ class QFrameworkQuantizer(Quantizer):
         name_shapes(model)
         erase_unread_results(model)
         expand_einsum(model)
+        left: dict[str, list[str]] = {}
         for node in list(model.graph.nodes):
             if is_attention(node) or is_softmax(node):
                 config = self._attention_config(node)
-                if config is not None:
+                if config is None:
+                    continue
+                with self._left_in_float(node, left):
                     transform_attention(model, node, layer_name(node), config)
+        _note_left_in_float(left)
         model.recompile()
+
+    @contextmanager
+    def _left_in_float(self, node: Node, left: dict[str, list[str]]) -> Iterator[None]:
+        """Let an attention that no kernel computes stay in float if no rule names it, and add it to ``left``."""
+        try:
+            yield
+        except NoAttentionKernel as error:
+            rule = self._strongest_rule(node, AttentionConfig)
+            if rule is None or rule.kind != "global":
+                raise
+            keep_in_float(node)
+            left.setdefault(error.reason, []).append(layer_name(node))
 
     def _annotate_linears(self, model: GraphModule, shared: SharedObservers) -> None:
         linears = [node for node in model.graph.nodes if is_linear(node)]
@@ -269,10 +298,13 @@ class QFrameworkQuantizer(Quantizer):
         left = any(is_variant(node) or is_softmax(node) for node in model.graph.nodes)
         if not attentions and not left and self._names(AttentionConfig):
             warnings.warn("QFrameworkQuantizer found no attention", stacklevel=3)
+        without_kernel: dict[str, list[str]] = {}
         for node in attentions:
             config = self._attention_config(node)
             if config is not None and not is_annotated(node):
-                annotate_attention(node, layer_name(node), config, shared)
+                with self._left_in_float(node, without_kernel):
+                    annotate_attention(node, layer_name(node), config, shared)
+        _note_left_in_float(without_kernel)
 
     def _attentions(self, model: GraphModule) -> list[Node]:
         """The attentions of ``model``; none if no rule configures attention, so that filters for linears get none."""
@@ -281,6 +313,15 @@ class QFrameworkQuantizer(Quantizer):
     def _names(self, kind: Kind) -> bool:
         """Whether a rule has a configuration for linears or for attention."""
         return any(rule.config is not None and rule.says(kind) for rule in self.rules)
+
+
+def _note_left_in_float(left: Mapping[str, list[str]]) -> None:
+    """Count the attentions that ``set_global`` selects and no kernel computes, by reason; log each reason once."""
+    for reason, layers in left.items():
+        others = f" ({len(layers)} in all)" if len(layers) > 1 else ""
+        message = f"QFrameworkQuantizer: attention such as {layers[0]!r} stays in float{others}: {reason}"
+        for _ in layers:
+            fallbacks.note(reason, message)
 
 
 def _is_static(config: LinearConfig | AttentionConfig | None) -> bool:

@@ -38,15 +38,16 @@ it with ``weights_only=True`` needs ``torch.serialization.safe_globals([BlockTen
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from qframework.compat.dispatch import disabled_torch_function, make_wrapper_subclass
+from qframework.compat.dispatch import disabled_torch_function, make_wrapper_subclass, without_memory
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, CanonicalSize, canonical_size, check_blocks
 from qframework.kernels.runtime.checks import check_dtype, check_float_input
@@ -113,6 +114,7 @@ class BlockTensor(Tensor):
     deferred: Deferred | None = None
     """Of a gradient that is computed when ``q`` or ``scale`` is first read, see deferred.py; then None."""
     _memory: Memory | None = None
+    _copying = False
 
     @staticmethod
     def __new__(
@@ -123,7 +125,7 @@ class BlockTensor(Tensor):
         dtype: torch.dtype,
         statistics: Tensor | None = None,
     ) -> BlockTensor:
-        self = make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
+        self = without_memory(make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device))
         self.q, self.scale, self.block_size, self.statistics = q, scale, canonical_size(block_size), statistics
         return self
 
@@ -225,6 +227,49 @@ class BlockTensor(Tensor):
             f"device={self.device}{gradient})"
         )
 
+    # PyTorch refuses the first two for subclasses, and the others would read the wrapper, which has no memory.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The dequantized values, a copy."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.dequantize().__dlpack__(**options)
+
+    def share_memory_(self) -> BlockTensor:
+        self.q.share_memory_(), self.scale.share_memory_()
+        return self
+
+    def data_ptr(self) -> int:
+        if self._copying:
+            return 0
+        raise UnsupportedError(
+            f"data_ptr(): a BlockTensor has no float memory, got one of shape {tuple(self.shape)} from an INT8 layer. "
+            "Pass x.dequantize(), or name the module that calls the kernel in keep_float= of convert_to_int8_training"
+        )
+
+    def __deepcopy__(self, memo: Any) -> BlockTensor:
+        with self._copied():
+            made = super().__deepcopy__(memo)
+        made.__dict__.pop("_copying", None)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with self._copied():
+            return super().__reduce_ex__(protocol)
+
+    @contextlib.contextmanager
+    def _copied(self) -> Iterator[None]:
+        """PyTorch's copy and pickle recognize a wrapper by its null pointer."""
+        self._copying = True
+        try:
+            yield
+        finally:
+            del self._copying
+
     def dequantize(self, seed: Tensor | None = None) -> Tensor:
         """The float tensor ``q * scale``. Its gradient is quantized to blocks of the same size.
 
@@ -260,6 +305,7 @@ def defer_blocks(
 ) -> BlockTensor:
     """A gradient of ``shape`` that is computed when it is first read."""
     made = make_wrapper_subclass(BlockTensor, torch.Size(shape), dtype=dtype, device=deferred.device)
+    without_memory(made)
     made.block_size, made.statistics, made.deferred = canonical_size(block_size), None, deferred
     for memory in deferred.reads:
         memory.read_later(made)
@@ -370,7 +416,8 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed:
         seed: one int64 on ``x``'s device, see ``new_seed``; rounds stochastically instead of half to even.
 
     Raises:
-        UnsupportedError: an unsupported block size or dtype, or a call in ``torch.export`` or ``torch.jit.trace``.
+        UnsupportedError: an unsupported block size or dtype, a nested tensor, or a call in ``torch.export`` or
+            ``torch.jit.trace``.
         QFrameworkError: a BlockTensor of another block size.
     """
     if isinstance(x, BlockTensor):
@@ -381,6 +428,11 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed:
             "restore_float(model) first"
         )
     check_float_input("quantize_blocks", x)
+    if x.is_nested:
+        raise UnsupportedError(
+            f"quantize_blocks: x must be dense, got a nested tensor of {x.size(0)} parts. Pass a padded tensor and a "
+            "mask to blocks of convert_to_int8_training"
+        )
     return QuantizeBlocks.apply(x, canonical_size(block_size), seed)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import get_args
+from typing import TypeGuard, get_args
 
 from torch import nn
 
@@ -38,6 +38,7 @@ from qframework.training.roles import held, is_converted
 
 log = logging.getLogger("qframework")
 _REPORT = "_int8_training_report"
+_NESTED = "_int8_training_nested"  # of an nn.TransformerEncoder that made nested tensors before its conversion
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,16 @@ def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool, k
             module.__dict__["stochastic_gradients"] = True
         if "keep_weight" in new.settings:
             module.__dict__["keep_weight"] = keep_weights
+    for encoder in model.modules():
+        if _makes_nested(encoder) and any(each in plan.news for each in encoder.modules()):
+            encoder.use_nested_tensor, encoder.__dict__[_NESTED] = False, True
     if plan.blocks and plan.mode == "per_block":
         _set_boundaries(model, plan, stochastic_gradients)
+
+
+def _makes_nested(module: nn.Module) -> TypeGuard[nn.TransformerEncoder]:
+    """Whether ``module`` makes nested tensors of padded inputs in evaluation, which INT8 layers do not take."""
+    return isinstance(module, nn.TransformerEncoder) and bool(module.use_nested_tensor)
 
 
 def _set_boundaries(model: nn.Module, plan: ConversionPlan, stochastic: bool) -> None:
@@ -246,6 +255,8 @@ def _undo(model: nn.Module) -> None:
     """Restore ``model`` as it was before a conversion, also an incomplete one."""
     remove_checks(model)
     for module in model.modules():
+        if module.__dict__.pop(_NESTED, False):
+            module.use_nested_tensor = True  # type: ignore[assignment]
         remove_hooks(module, BOUNDARIES)
         if is_converted(module):
             float_again(module)

@@ -158,6 +158,9 @@ class FloatView(Tensor):
     def tolist(self) -> Any:
         return self.clone().tolist()
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.clone().__dlpack__(**options)
+
 
 def returns_views(func: OpOverload) -> bool:
     """Whether ``func`` returns views of an argument that it does not write to."""

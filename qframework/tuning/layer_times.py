@@ -3,7 +3,7 @@
 =========  ============================================================================
 choice     what is timed
 =========  ============================================================================
-float      ``linear``, ``scaled_dot_product_attention``
+float      ``linear``, ``scaled_dot_product_attention``, in plain torch with a soft cap
 static     ``int8_linear``, ``mixed_attention``, whose inputs the layers before quantize
 dynamic    ``dynamic_quantize`` and ``int8_linear``
 a variant  ``sage_attention``
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import qframework.kernels  # noqa: F401  registers the operators
+from qframework.attention.softcap import softcapped_attention
 from qframework.tuning.layers import AttentionOperands, LinearOperands, Operands, TensorShape
 
 FLOAT, STATIC, DYNAMIC = "float", "static", "dynamic"
@@ -105,12 +106,16 @@ class _Operands:
                 *integers, *scales, mask, **flags, out_dtype=dtype, rel_h=rel_h, rel_w=rel_w
             )
         query, key, value = (self._float(each) for each in (call.query, call.key, call.value))
+        softcap = call.softcap
         if choice != FLOAT:
             return lambda: ops.sage_attention(
-                query, key, value, mask, **flags, variant=choice, rel_h=rel_h, rel_w=rel_w
+                query, key, value, mask, **flags, variant=choice, rel_h=rel_h, rel_w=rel_w, softcap=softcap
             )
         bias = _dense_bias(mask, rel_h, rel_w)
         bias = bias if bias is None or bias.dtype == torch.bool else bias.to(query.dtype)
+        if softcap is not None:
+            capped = bias, 0.0, call.is_causal, None, call.enable_gqa, softcap
+            return lambda: softcapped_attention(query, key, value, *capped)
         return lambda: F.scaled_dot_product_attention(query, key, value, bias, **flags)
 
     def _optional(self, like: TensorShape | None) -> Tensor | None:

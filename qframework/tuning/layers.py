@@ -73,11 +73,13 @@ class AttentionOperands:
     rel_w: TensorShape | None = None
     is_causal: bool = False
     enable_gqa: bool = False
+    softcap: float | None = None
 
     def __str__(self) -> str:
         bias = [f"{name} {value}" for name in ("mask", "rel_h", "rel_w") if (value := getattr(self, name))]
         flags = [name for name in ("is_causal", "enable_gqa") if getattr(self, name)]
-        return ", ".join([f"attention {self.query}, {self.key}, {self.value}", *bias, *flags])
+        cap = [] if self.softcap is None else [f"softcap {self.softcap:g}"]
+        return ", ".join([f"attention {self.query}, {self.key}, {self.value}", *bias, *flags, *cap])
 
 
 Operands = LinearOperands | AttentionOperands
@@ -191,8 +193,9 @@ class _Recorder(fx.Interpreter):
         assert query is not None
         assert key is not None
         assert value is not None
-        flags = [argument(node, i, name, default=False) for i, name in ((4, "is_causal"), (6, "enable_gqa"))]
-        return AttentionOperands(query, key, value, mask, rel_h, rel_w, *flags)
+        causal, grouped = (argument(node, i, name, default=False) for i, name in ((4, "is_causal"), (6, "enable_gqa")))
+        softcap = argument(node, 12, "softcap") if is_variant(node) else None
+        return AttentionOperands(query, key, value, mask, rel_h, rel_w, causal, grouped, softcap)
 
     def _shape(self, node: Any) -> TensorShape | None:
         return TensorShape.of(self.env[node]) if isinstance(node, fx.Node) else None

@@ -22,10 +22,13 @@ def exact_attention(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, lse, P)`` in FP64, differentiable; ``value``, ``key`` with as many heads as ``query``. Masked rows: 0."""
     query, key, value = query.double(), key.double(), value.double()
     logits = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if mask is not None:
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.double()
     if is_causal:

@@ -173,6 +173,11 @@ def test_bad_shapes_stay_errors() -> None:
     assert not fallbacks
 
 
+def test_a_dropout_that_pytorch_refuses_stays_an_error() -> None:
+    with use_sage_attention(), pytest.raises(RuntimeError, match="dropout"):
+        SDPA(*qkv(), None, -0.1)
+
+
 # Modules that call SDPA in their own ways -----------------------------------------------------------------------------
 
 
@@ -232,11 +237,13 @@ class Wrapped(Tensor):
     """A tensor subclass, which may define its own attention."""
 
 
+GROUPED = {"enable_gqa": True}
 UNABLE = {
     "dropout": ((*qkv(), None, 0.5), {}),
     "dtype torch.float64": (qkv(dtype=torch.float64), {}),
     "tensor subclass Wrapped": (tuple(x.as_subclass(Wrapped) for x in qkv()), {}),
     "a head dimension outside 1 to 256": (tuple(torch.randn(1, 1, 5, 300) for _ in range(3)), {}),
+    "enable_gqa with other heads in value than in key": (tuple(heads(1, n, 5, 16) for n in (8, 2, 4)), GROUPED),
     "tensors of fewer than 3 or more than 5 dimensions": (tuple(torch.randn(5, 8) for _ in range(3)), {}),
 }
 

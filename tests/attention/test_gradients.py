@@ -372,12 +372,12 @@ def test_opcheck_varlen() -> None:
 def test_opcheck_of_the_backward_operators() -> None:
     query, key, value = qkv()
     grad = torch.randn(2, 4, 20, 24)
-    tail = (None, None, None, False, None, False, [True, False, True, False, False, False])
+    tail = (None, None, None, False, None, False, None, [True, False, True, False, False, False])
     torch.library.opcheck(torch.ops.qframework.sage_attention_backward.default, (grad, None, query, key, value, *tail))
     packed = [heads(9, 4, 16) for _ in range(4)]
     torch.library.opcheck(
         torch.ops.qframework.sage_attention_varlen_backward.default,
-        (*packed, starts(4, 5), starts(4, 5), False, None, [True, True, False]),
+        (*packed, starts(4, 5), starts(4, 5), False, None, None, [True, True, False]),
     )
 
 

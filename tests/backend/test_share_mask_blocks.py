@@ -11,6 +11,7 @@ from attention_models import SAGE, Capture, compiled, randomize
 
 from qframework import sage_attention
 from qframework.backend import lower_attention, share_mask_blocks
+from qframework.graph.nodes import is_sage_attention
 from qframework.kernels.attention import hopper
 from qframework.kernels.attention.auto import Hopper
 from qframework.numerics import sqnr_db
@@ -78,6 +79,20 @@ def test_a_log_sum_exp_keeps_its_operator() -> None:
 
     _, capture = compiled(both, *operands(512), attention="off")
     assert MASK_BLOCKS not in targets(capture)
+
+
+def test_soft_caps_keep_their_operator() -> None:
+    def both(q, k, v, keep):
+        mask = keep[:, None, None, :]
+        for _ in range(2):
+            q = sage_attention(q, k, v, mask, variant="integer_exp", softcap=1.0)
+        return q
+
+    given = operands(512)
+    out, capture = compiled(both, *given, attention="off")
+    assert targets(capture) == []
+    assert len(list(filter(is_sage_attention, capture.graphs[-1].graph.nodes))) == 2
+    torch.testing.assert_close(out, both(*given))
 
 
 def test_one_layer_alone_finds_its_own() -> None:

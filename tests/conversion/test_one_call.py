@@ -374,6 +374,42 @@ def _trained_in_int8():
         (MLP, {"recipe": "worst"}, r"recipe must be None, a Recipe or 'best', got 'worst'"),
         (MLP, {"skip": "fc1"}, r"quantize: skip must be a list of names, got 'fc1'\. Pass \['fc1'\]"),
         (MLP, {"skip": None}, r"quantize: skip must be a list of names, got None of type NoneType"),
+        (MLP, {"example_inputs": None}, r"example_inputs must be a tensor, a tuple of .* got None of type NoneType"),
+        (MLP, {"example_inputs": 3, "dynamic_shapes": None}, r"example_inputs must be a tensor, .* got 3 of type int"),
+        (MLP, {"example_inputs": [[1.0]]}, r"with at least one tensor, got \[\[1\.0\]\] of type list. Pass a batch as"),
+        (
+            MLP,
+            {"example_inputs": {1: torch.ones(2, 16)}},
+            r"example_inputs must have names of inputs as .* got 1 of type",
+        ),
+        (MLP, {"example_inputs": torch.tensor(1.0)}, r"example_inputs must have .* got a tensor without dimensions\."),
+        (
+            MLP,
+            {"example_inputs": (torch.ones(2, 16), None)},
+            r"example_inputs must be what the MLP takes, forward\(x\), got a tensor of shape \(2, 16\), NoneType: too",
+        ),
+        (
+            MLP,
+            {"example_inputs": {"y": torch.ones(2, 16)}},
+            r"got y=a tensor of shape \(2, 16\): missing a required .*'x'",
+        ),
+        (
+            MLP,
+            {"example_inputs": torch.ones(4, 8)},
+            r"example_inputs must be inputs that the MLP computes with, but it raises RuntimeError: mat1 and mat2",
+        ),
+        (
+            MLP,
+            {"calibration_data": 3},
+            r"quantize: calibration_data must be an iterable of batches, .* got 3 of type int",
+        ),
+        (
+            MLP,
+            {"calibration_data": {"x": torch.ones(2)}},
+            r"quantize: calibration_data must be an iterable .* of type dict",
+        ),
+        (MLP, {"batches": 0}, r"batches must be None or a positive integer, got 0"),
+        (MLP, {"batches": "3"}, r"batches must be None or a positive integer, got '3'"),
         (MLP, {"dynamic_shapes": "all"}, r"dynamic_shapes must be 'batch', None or as in torch.export.export"),
     ],
 )
@@ -382,7 +418,7 @@ def test_wrong_arguments(model, arguments, message) -> None:
     if model is MLP:
         module.eval()
     with pytest.raises(QFrameworkError, match=message):
-        quantize(module, torch.randn(4, 16), **{"config": dynamic_int8(), **arguments})
+        quantize(module, **{"example_inputs": torch.randn(4, 16), "config": dynamic_int8(), **arguments})
 
 
 def test_a_model_that_cannot_be_exported() -> None:

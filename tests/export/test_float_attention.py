@@ -60,6 +60,13 @@ def test_other_arguments() -> None:
     torch.testing.assert_close(out, expected)
 
 
+def test_a_soft_cap_is_refused() -> None:
+    q, k, v = torch.randn(3, B, H, N, D)
+    gm = torch.export.export(Sage(softcap=50.0), (q, k, v, None, None, None)).module()
+    with pytest.raises(UnsupportedError, match=r"to_onnx: attention '.*' must have no softcap, got 50\.0"):
+        write_float_attention(gm)
+
+
 def test_log_sum_exp_is_refused() -> None:
     q, k, v = torch.randn(3, B, H, N, D)
     gm = torch.export.export(Sage(1, return_lse=True), (q, k, v, None, None, None)).module()

@@ -246,7 +246,7 @@ LEFT_ALONE = {
     "SDPA's dropout": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "must be 0, got 0.1"),
     "weights returned": (weights_returned, "has other readers too: "),
     "logits returned": (logits_returned, "has other readers too: "),
-    "softcap": (lambda q, k, v: torch.tanh(product(q, k)).softmax(-1) @ v, "logits pass through tanh"),
+    "sigmoid": (lambda q, k, v: torch.sigmoid(product(q, k)).softmax(-1) @ v, "logits pass through sigmoid"),
     "talking heads": (lambda q, k, v: product(q, k).transpose(0, 1).softmax(-1) @ v, "logits pass through transpose"),
     "other weights set to zero": (
         lambda q, k, v: product(q, k).masked_fill(~CAUSAL, LOW).softmax(-1).masked_fill(CAUSAL, 0.0) @ v,

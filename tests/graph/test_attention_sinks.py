@@ -10,9 +10,14 @@ import torch.nn.functional as F
 from attention_models import Capture, compiled, error_bound, exported, product, qkv
 from torch import Tensor, nn
 
-from qframework.errors import UnsupportedError
 from qframework.numerics import sqnr_db
-from qframework.quantizer import AttentionConfig, QFrameworkQuantizer, QuantizationConfig, static_attention
+from qframework.quantizer import (
+    AttentionConfig,
+    QFrameworkQuantizer,
+    QuantizationConfig,
+    fallbacks,
+    static_attention,
+)
 
 SCALE = 16**-0.5
 SINKS = torch.tensor([2.0, -1.0])
@@ -134,9 +139,12 @@ def transformed(model: nn.Module, config: AttentionConfig) -> str:
     return " ".join(str(node.target) for node in graph.nodes)
 
 
-def test_static_attention_refuses_sinks() -> None:
-    with pytest.raises(UnsupportedError, match="it has sinks, which scaled_dot_product_attention does not take"):
-        transformed(Sinks(), static_attention())
+def test_static_attention_leaves_sinks_in_float() -> None:
+    fallbacks.clear()
+    assert "softmax" in transformed(Sinks(), static_attention())
+    ((reason, times),) = fallbacks.items()
+    assert "it has sinks, which scaled_dot_product_attention does not take. Use a variant" in reason
+    assert times == 1
 
 
 def test_the_quantizer_writes_a_variant_with_sinks() -> None:

@@ -154,9 +154,42 @@ def copied_after_a_part_was_kept(x, y):
     return (whole + x,)
 
 
+def to_a_view_with_gaps(x, y):
+    """As Funnel hides relative positions of its first token."""
+    part = (x @ x).view(2, 8)[:, 1:].view(2, 7)[:, :6]
+    part *= y[:2, :1]
+    return (part + x.view(2, 8)[:, :6],)
+
+
+def to_a_view_with_gaps_that_is_returned(x, y):
+    part = (x @ x)[:, :3]
+    part *= 2
+    return (part,)
+
+
+def to_a_view_with_gaps_that_is_read_again(x, y):
+    whole = x @ x
+    part = whole[:, :3]
+    again = whole.T
+    part *= 2
+    return part + 1, again + 1
+
+
+def to_a_view_with_gaps_and_then_below_a_view(x, y):
+    part = (x @ x)[:, :3]
+    part *= 2
+    row = part[0]
+    part += y[:, :3]
+    return part + x[:, :3], row + 1
+
+
 @pytest.mark.parametrize(
     ("function", "writes"),
     [
+        (to_a_view_with_gaps, 0),
+        (to_a_view_with_gaps_that_is_returned, 1),
+        (to_a_view_with_gaps_that_is_read_again, 1),
+        (to_a_view_with_gaps_and_then_below_a_view, 2),
         (replaced, 0),
         (copied_into_another_order, 1),
         (copied_into_a_part, 1),

@@ -47,6 +47,7 @@ class Exact:
     p: Tensor  # (B, H, N, Nk), rows of zeros where nothing is attended
     out: Tensor  # (B, H, N, Dv)
     lse: Tensor  # (B, H, N)
+    slope: Tensor  # (B, H, N, Nk): of capped logits in those below the cap; 1 without one
 
 
 def exact_attention(
@@ -58,12 +59,17 @@ def exact_attention(
     scale: float | None = None,
     rel_h: Tensor | None = None,
     rel_w: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Exact:
     """``(B, H, N, D)`` in, float64 out; causal aligned top left; a fully masked row gives zeros and lse -inf."""
     group = query.shape[1] // max(key.shape[1], 1)
     q, k, v = query.double(), *(x.double().repeat_interleave(group, 1) for x in (key, value))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     s = scale * (q @ k.mT)
+    slope = torch.ones_like(s)
+    if softcap is not None:
+        slope = torch.cosh((s / softcap).clamp(-300, 300)) ** -2
+        s = softcap * torch.tanh(s / softcap)
     if attn_mask is not None:
         s = s.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else s + attn_mask.double()
     if rel_h is not None and rel_w is not None:
@@ -71,7 +77,7 @@ def exact_attention(
     if is_causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
     p = s.softmax(-1).nan_to_num(0.0)
-    return Exact(q, k, v, scale, p, p @ v, s.logsumexp(-1))
+    return Exact(q, k, v, scale, p, p @ v, s.logsumexp(-1), slope)
 
 
 def group_scales(x: Tensor, granularity: str, role: str, bits: int) -> Tensor:
@@ -108,13 +114,14 @@ def predicted_error(exact: Exact, variant, smooth_k: bool, dtype: torch.dtype) -
     a = group_scales(q, variant.granularity, "query", variant.qk_bits).square()[..., :, None]
     b = group_scales(k, variant.granularity, "key", variant.qk_bits).square()[..., None, :]
     q2, k2 = q.square().sum(-1)[..., :, None], k.square().sum(-1)[..., None, :]
-    logits = (a * k2 + b * q2) / 12 + q.shape[-1] * a * b / 144
+    logits = ((a * k2 + b * q2) / 12 + q.shape[-1] * a * b / 144) * exact.slope.square()
     v2, o2 = v.square().sum(-1)[..., None, :], exact.out.square().sum(-1)[..., :, None]
     distance = (v2 + o2 - 2 * exact.out @ v.mT).clamp(min=0)
     weights = rounding_of_p(p, variant, dtype)
     square = (p.square() * (logits * distance + rounding_of_v(v, variant, dtype)[..., None, :])).sum(-1)
     square = square + (weights * v2).sum(-1) + _accumulation(exact, variant, dtype)
-    pulled = (p @ k).square().sum(-1) * a[..., 0] / 12  # one query's rounding moves all its logits together
+    mean_key = (p * exact.slope) @ k
+    pulled = mean_key.square().sum(-1) * a[..., 0] / 12  # one query's rounding moves all its logits together
     lse = (pulled + (p.square() * logits).sum(-1)).sqrt() + (p * logits).sum(-1) / 2
     return Predicted(square.sqrt(), lse)
 

@@ -57,15 +57,21 @@ def visible(cache: Cache, tokens: int, mask: Tensor | None, causal: bool, window
 
 def exact(
     query: Tensor, cache: Cache, mask: Tensor | None = None, causal: bool = False, window: int | None = None,
-    scale: float | None = None, p_error: float = P_ERROR, q_error: float = Q_ERROR,
+    scale: float | None = None, p_error: float = P_ERROR, q_error: float = Q_ERROR, softcap: float | None = None,
+    key_mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """FP64 attention, and what rounding Q, P and the result may change of it."""
     group = query.shape[1] // cache.key.shape[1]
     scales = cache.scales.double().nan_to_num(0.0)
-    key = (cache.key.double() * scales[..., :1]).repeat_interleave(group, 1)
+    key = cache.key.double() * scales[..., :1]
+    if softcap is not None and key_mean is not None:
+        key = key + key_mean.double()[:, :, None]
+    key = key.repeat_interleave(group, 1)
     value = (cache.value.double() * scales[..., 1:]).repeat_interleave(group, 1)
     q = query.double() * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     logits = q @ key.mT
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if mask is not None and mask.dtype != torch.bool:
         added = mask.double().expand(*mask.shape[:-1], mask.shape[-1])
         added = torch.nn.functional.pad(added, (0, key.shape[2] - mask.shape[-1]), value=-math.inf)

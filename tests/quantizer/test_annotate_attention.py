@@ -28,6 +28,7 @@ from qframework.quantizer import (
     calibrate,
     dynamic_attention,
     dynamic_int8,
+    fallbacks,
     static_attention,
     static_int8,
 )
@@ -303,20 +304,67 @@ def test_attention_whose_hidden_weights_are_set_to_zero(x, config):
     torch.testing.assert_close(converted(x)[:, 0], model(x)[:, 0])
 
 
+class KeptByProduct(SpelledOut):
+    """As GPT-1 writes it."""
+
+    written = False
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        keep = self.mask[None, None, : x.shape[1], : x.shape[1]]
+        if self.written:
+            self.mask.mul_(0.5)
+        logits = (q @ k.mT / 3) * keep + -1e4 * (1 - keep)
+        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("config", [static_attention(), dynamic_attention("sage_b")])
+def test_keys_that_a_product_hides(x, config):
+    """Only zeros and ones hide keys or leave their logits as they are."""
+    for mask, found in ((torch.ones(7, 7).tril(), True), (torch.rand(7, 7), False)):
+        fallbacks.clear()
+        model = nn.Sequential(KeptByProduct(mask)).eval()
+        converted = quantized(model, QFrameworkQuantizer().set_global(config), x)
+        nodes = count(converted)
+        assert (nodes[SDPA], nodes[SAGE]) == ((config.is_static, not config.is_static) if found else (0, 0))
+        assert len(fallbacks) == (not found)
+        assert sqnr_db(model(x), converted(x)) > 25
+    model[0].written, model[0].mask = True, torch.ones(7, 7)
+    assert count(quantized(model, QFrameworkQuantizer().set_global(config), x))[torch.ops.aten.softmax.int] == 1
+
+
 def test_attention_spelled_out_stays_where_no_rule_wants_it(x):
     quantizer = QFrameworkQuantizer().set_global(static_attention()).set_module_name("0", None)
     converted = quantized(nn.Sequential(SpelledOut()), quantizer, x)
     assert count(converted)[torch.ops.aten.matmul.default] == 2
 
 
-def test_attention_spelled_out_that_no_kernel_computes_is_refused(x):
-    class Clamped(SpelledOut):
-        def forward(self, x):
-            q, k, v = self.qkv(x).chunk(3, -1)
-            return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
+class Clamped(SpelledOut):
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
 
-    with pytest.raises(UnsupportedError, match=r"layer '0': no kernel computes this attention: .* clamp"):
-        prepare_pt2e(exported(nn.Sequential(Clamped()), x), QFrameworkQuantizer().set_global(static_attention()))
+
+class Wide(SpelledOut):
+    """With more channels in a head than a kernel takes."""
+
+    def forward(self, x):
+        q = self.qkv(x).repeat(1, 1, 6)
+        return F.scaled_dot_product_attention(q, q, q)[..., :16]
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Clamped, "clamp"), (Wide, "at most 256 channels per head, got 288")])
+def test_attention_that_no_kernel_computes(x, kind, reason, caplog):
+    """It stays in float, and is an error where a rule names it."""
+    model = nn.Sequential(kind(), kind(), SpelledOut())
+    fallbacks.clear()
+    converted = quantized(model, QFrameworkQuantizer().set_global(static_attention()), x)
+    assert count(converted)[QUANTIZE] == 3  # of the last attention
+    assert [(reason in text, times) for text, times in fallbacks.items()] == [(True, 2)]
+    (message,) = [record.message for record in caplog.records if "stays in float" in record.message]
+    assert "QFrameworkQuantizer: attention such as '0' stays in float (2 in all): " in message
+    with pytest.raises(UnsupportedError, match=rf"layer '1': .*{reason}.*set_module_name\('1', None\)"):
+        quantized(model, QFrameworkQuantizer().set_module_name("1", static_attention()), x)
 
 
 def test_dynamic_linears_and_attention_need_no_calibration(x):
@@ -389,7 +437,7 @@ def test_attention_that_no_kernel_supports_is_refused(config, arguments, shape, 
     operands = [torch.randn(shape).to(dtype) for _ in range(3)]
     model = torch.export.export(Outer(Call(**arguments)), tuple(operands)).module()
     with pytest.raises(UnsupportedError) as error:
-        prepare_pt2e(model, QFrameworkQuantizer().set_global(config))
+        prepare_pt2e(model, QFrameworkQuantizer().set_module_name("inner", config))
     for word in ["layer 'inner'", *words, "set_module_name('inner', None)"]:
         assert word in str(error.value)
     prepare_pt2e(model, QFrameworkQuantizer().set_global(config).set_module_name("inner", None))

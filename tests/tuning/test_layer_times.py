@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,11 +63,18 @@ def test_the_operators_that_the_backend_launches_are_timed(operands, choice, ope
         {"mask": shape(6, 6, dtype=torch.bool)},
         {"rel_h": shape(2, 2, 6, 2), "rel_w": shape(2, 2, 6, 3)},
         {"is_causal": True},
+        {"softcap": 5.0},
     ],
-    ids=["float mask", "bool mask", "relative positions", "causal"],
+    ids=["float mask", "bool mask", "relative positions", "causal", "soft cap"],
 )
 def test_attention_is_timed_with_its_bias(bias, choice) -> None:
     assert milliseconds(AttentionOperands(*[shape(2, 2, 6, 8)] * 3, **bias), choice, "cpu", repeats=1) > 0
+
+
+def test_float_attention_with_a_soft_cap_is_timed_with_it() -> None:
+    with Operators() as mode:
+        milliseconds(replace(ATTENTION, softcap=5.0), "float", "cpu", repeats=1)
+    assert "aten.tanh.default" in mode.seen
 
 
 @pytest.mark.gpu

@@ -59,6 +59,29 @@ def test_a_layer_lists_all_its_calls_and_unsupported_layers_are_left_out() -> No
     assert layer.calls == [LinearOperands(shape(2, 5, 16), shape(16, 16), None)] * 2
 
 
+class _Capped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = _CappedHeads()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x.unflatten(-1, (2, 8)).transpose(1, 2))
+
+
+class _CappedHeads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ x.mT / 5) * 5).softmax(-1) @ x
+
+
+def test_a_soft_cap_belongs_to_the_operands_and_is_not_static() -> None:
+    batch = torch.randn(2, 5, 16)
+    (layer,) = find_layers(export_model(_Capped().eval(), batch), batch)
+    heads = shape(2, 2, 5, 8)
+    assert layer.calls == [AttentionOperands(heads, heads, heads, softcap=5.0)]
+    assert str(layer.calls[0]).endswith("softcap 5")
+    assert not layer.static
+
+
 def test_nothing_to_quantize_is_an_error() -> None:
     with pytest.raises(QFrameworkError, match="must have an attention or a linear with a parameter as its weight"):
         find_layers(export_model(nn.ReLU(), torch.randn(2, 3)), torch.randn(2, 3))

@@ -58,10 +58,12 @@ class SageAttentionArguments(NamedTuple):
     return_lse: bool = False
     rel_h: Tensor | None = None
     rel_w: Tensor | None = None
+    softcap: float | None = None
 
     def check(self) -> None:
         """Raise UnsupportedError or QFrameworkError, naming the argument."""
         check_dense(self, "sage_attention", FLOAT_DTYPES)
+        check_softcap("sage_attention", self.softcap)
         if self.variant != "auto":
             resolve(self.variant)
 
@@ -88,6 +90,7 @@ class VarlenArguments(NamedTuple):
     scale: float | None = None
     variant: str = "auto"
     smooth_k: bool = True
+    softcap: float | None = None
 
     def empty_result(self) -> Tensor:
         """The uninitialized result."""
@@ -106,6 +109,7 @@ class VarlenArguments(NamedTuple):
         if self.variant != "auto":
             resolve(self.variant)
         name = "sage_attention_varlen"
+        check_softcap(name, self.softcap)
         for argument, x in (("query", query), ("key", key), ("value", value)):
             check_dtype(name, argument, x, FLOAT_DTYPES)
             if x.ndim != 3 or x.dtype != query.dtype or not 1 <= x.shape[2] <= MAX_HEAD_DIM:
@@ -217,6 +221,13 @@ def empty_result(query: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     *lead, heads, tokens, _ = query.shape if query.ndim > 3 else (query.shape[0], 1, *query.shape[1:])
     out = query.new_empty((*lead, tokens, heads, value.shape[-1]), dtype=dtype).transpose(-3, -2)
     return out if query.ndim > 3 else out.squeeze(1)
+
+
+def check_softcap(name: str, softcap: float | None) -> None:
+    """Raise QFrameworkError unless ``softcap`` is None or a positive, finite number."""
+    number = isinstance(softcap, int | float | torch.SymFloat) and not isinstance(softcap, bool)
+    if softcap is not None and not (number and 0 < softcap < math.inf):
+        raise QFrameworkError(f"{name}: softcap must be None or a positive, finite number, got {softcap!r}")
 
 
 def check_dense(call: DenseArguments, name: str, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -130,7 +130,13 @@ def hopper_of(device: torch.device) -> Hopper | None:
 
 
 def pytorch_is_faster(
-    query: Tensor, keys: int, values: int, masking: Masking, chip: Hopper | None, gradients: bool = False
+    query: Tensor,
+    keys: int,
+    values: int,
+    masking: Masking,
+    chip: Hopper | None,
+    gradients: bool = False,
+    softcap: bool = False,
 ) -> bool:
     """Whether PyTorch has a kernel for this that is faster than all accurate variants.
 
@@ -148,7 +154,11 @@ def pytorch_is_faster(
         chip: :func:`hopper_of` the device.
         gradients: whether gradients are needed, which the variants compute with PyTorch's kernels in any case. Those
             with a float mask are left to the variants, whose gradients are right for rows of the lowest float.
+        softcap: whether logits are capped, which no kernel of PyTorch's attention does. Written out in plain torch, the
+            logits pass through memory several times, so that on a GPU this is never chosen.
     """
+    if softcap:
+        return query.device.type == "cpu"
     if gradients and masking in ("float", "factors"):
         return False
     if chip is None and masking == "factors":

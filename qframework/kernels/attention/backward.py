@@ -6,9 +6,11 @@ Formula: rounding has no useful derivative and is treated as the identity. With 
     dV = P^T dO        dS = P * (dO V^T - rowsum(dO * O) + dlse)        dQ = scale dS K        dK = scale dS^T Q
     dmask = dS         drel_h = dS summed over key columns              drel_w = dS summed over key rows
 
+With a soft cap, dQ and dK take ``dS * (1 - tanh(Q K^T scale / softcap)^2)`` in place of dS.
+
 Autograd saves only the inputs. The backward operators recompute attention through ``F.scaled_dot_product_attention``,
-whose fused kernels need O(N) memory; relative positions, a causal mask combined with another mask, and the gradient of
-the log-sum-exp build N x N tensors.
+whose fused kernels need O(N) memory; relative positions, a causal mask combined with another mask, a soft cap and the
+gradient of the log-sum-exp build N x N tensors.
 
 A row whose mask is the lowest float32 everywhere has equal weights in the forward pass, since its logits are rounded
 away. On a CPU the gradient uses those weights. On a GPU, where finding such rows would cost a synchronization, it uses
@@ -60,6 +62,7 @@ class _Settings(NamedTuple):
     is_causal: bool
     scale: float | None
     enable_gqa: bool
+    softcap: float | None = None
 
 
 def _triangle(query: Tensor, key: Tensor) -> Tensor:
@@ -114,6 +117,8 @@ def _absorbs(mask: Tensor) -> bool:
 
 def _attention(x: _Inputs, settings: _Settings) -> Tensor:
     """SDPA; 3-D tensors get a batch dimension, which PyTorch's fused kernels require."""
+    if settings.softcap is not None:
+        return _weighted_values(x, settings)
     mask, is_causal = _one_mask(x, settings.is_causal)
     if mask is not None and mask.dtype != torch.bool:
         if _absorbs(mask):
@@ -131,6 +136,8 @@ def _logits(x: _Inputs, settings: _Settings) -> tuple[Tensor, Tensor]:
     """Float32 logits ``(..., Hq, Nq, Nk)`` minus each row's maximum, and the maxima, -inf for fully masked rows."""
     scale = x.query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
     logits = exact_matmul(x.query.float(), _of_all_heads(x.key, x, settings).float().mT) * scale
+    if settings.softcap is not None:
+        logits = settings.softcap * torch.tanh(logits / settings.softcap)
     mask, is_causal = _one_mask(x, settings.is_causal)
     for part in (mask, _triangle(x.query, x.key) if is_causal else None):
         logits = logits if part is None else _masked(logits, part)
@@ -232,6 +239,7 @@ class BackwardArguments(NamedTuple):
     is_causal: bool
     scale: float | None
     enable_gqa: bool
+    softcap: float | None
     needed: list[bool]
 
     def check(self) -> None:
@@ -239,7 +247,7 @@ class BackwardArguments(NamedTuple):
 
 
 def _sage_attention_backward(x: BackwardArguments) -> list[Tensor]:
-    settings = _Settings(x.is_causal, x.scale, x.enable_gqa)
+    settings = _Settings(x.is_causal, x.scale, x.enable_gqa, x.softcap)
     return _recompute(x.grad_out, x.grad_lse, _Inputs(*x[2:8]), settings, x.needed)
 
 
@@ -251,14 +259,14 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x = SageAttentionArguments(*inputs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x.query, x.key, x.value, x.attn_mask, x.rel_h, x.rel_w)
-    ctx.settings = _Settings(x.is_causal, x.scale, x.enable_gqa)
+    ctx.settings = _Settings(x.is_causal, x.scale, x.enable_gqa, x.softcap)
     ctx.return_lse = x.return_lse
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     passed = len(ctx.needs_input_grad)  # the dispatcher drops trailing arguments that equal their defaults
     flags = (*ctx.needs_input_grad, *(False,) * (_ARGUMENTS - passed))
-    needed = [*flags[:4], *flags[10:]]
+    needed = [*flags[:4], *flags[10:12]]
     grad_lse = grad_lse if ctx.return_lse else None
     if grad_out is None and grad_lse is None:
         return (None,) * passed
@@ -272,7 +280,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         found = torch.ops.qframework.sage_attention_backward(grad_out, grad_lse, *inputs, *ctx.settings, needed)
     rest = iter(found)
     query, key, value, mask, rel_h, rel_w = (next(rest) if need else None for need in needed)
-    return (query, key, value, mask, None, None, None, None, None, None, rel_h, rel_w)[:passed]
+    return (query, key, value, mask, None, None, None, None, None, None, rel_h, rel_w, None)[:passed]
 
 
 # Packed sequences -----------------------------------------------------------------------------------------------------
@@ -289,6 +297,7 @@ class VarlenBackwardArguments(NamedTuple):
     cu_seqlens_k: Tensor
     is_causal: bool
     scale: float | None
+    softcap: float | None
     needed: list[bool]
 
     def check(self) -> None:
@@ -297,7 +306,7 @@ class VarlenBackwardArguments(NamedTuple):
 
 def _sage_attention_varlen_backward(x: VarlenBackwardArguments) -> list[Tensor]:
     """Processes one sequence after another; reading the offsets synchronizes with the device."""
-    settings = _Settings(x.is_causal, x.scale, True)
+    settings = _Settings(x.is_causal, x.scale, True, x.softcap)
     inputs = (x.query, x.key, x.value)
     found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs]
     sequences = (
@@ -317,7 +326,7 @@ def _sage_attention_varlen_backward(x: VarlenBackwardArguments) -> list[Tensor]:
 def _save_varlen_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x = VarlenArguments(*inputs)
     ctx.save_for_backward(x.query, x.key, x.value, x.cu_seqlens_q, x.cu_seqlens_k)
-    ctx.settings = (x.is_causal, x.scale)
+    ctx.settings = (x.is_causal, x.scale, x.softcap)
 
 
 def _varlen_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -336,15 +345,15 @@ def _varlen_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 SAGE_ATTENTION_BACKWARD = declare(
     "sage_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor? attn_mask, Tensor? rel_h, Tensor? rel_w, bool is_causal, float? scale, bool enable_gqa, bool[] needed) "
-    "-> Tensor[]",
+    "Tensor? attn_mask, Tensor? rel_h, Tensor? rel_w, bool is_causal, float? scale, bool enable_gqa, float? softcap, "
+    "bool[] needed) -> Tensor[]",
     BackwardArguments,
     everywhere=_sage_attention_backward,
     fake=lambda x: _empty_gradients(x[2:8], x.needed),
 )
 SAGE_ATTENTION_VARLEN_BACKWARD = declare(
     "sage_attention_varlen_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
-    "Tensor cu_seqlens_k, bool is_causal, float? scale, bool[] needed) -> Tensor[]",
+    "Tensor cu_seqlens_k, bool is_causal, float? scale, float? softcap, bool[] needed) -> Tensor[]",
     VarlenBackwardArguments,
     everywhere=_sage_attention_varlen_backward,
     fake=lambda x: _empty_gradients((x.query, x.key, x.value), x.needed),

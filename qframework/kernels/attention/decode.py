@@ -5,6 +5,9 @@ Formula, with the key head of each group of query heads, K less its fixed mean (
     S[m, n] = q[m] k8[n] * k_scale[n] * scale + mask[m, n]         P = exp(S - max S)
     out[m]  = sum_n P[m, n] v_scale[n] v8[n] / sum_n P[m, n]
 
+With a soft cap, logits are ``softcap * tanh((q[m] k8[n] * k_scale[n] + q[m] mean) * scale / softcap) + mask[m, n]``, of
+which the softmax does depend on K's mean.
+
 Layout: ``query (B, H, N, D)`` float; ``key (B, Hkv, capacity, D)`` and ``value (B, Hkv, capacity, Dv)`` int8 of
 :func:`~qframework.kernels.attention.cache_append.cache_append`, with ``scales (B, Hkv, capacity, 2)`` bf16, those of a
 token's key and of its value. ``out (B, H, N, Dv)`` in the memory order (B, N, H, Dv). Reference:
@@ -60,6 +63,10 @@ def decode_attention_ref(x: DecodeAttentionArguments) -> Tensor:
     q = x.query.float().unflatten(1, (-1, x.group)).flatten(2, 3) * x.logit_scale
     logits = exact_matmul(q, x.key[:, :, :keys].float().mT) * key_scale
     logits = logits.view(batch, heads, tokens, keys)
+    if x.softcap is not None:
+        if x.key_mean is not None:
+            logits = logits + exact_matmul(q, x.key_mean.unsqueeze(-1)).view(batch, heads, tokens, 1)
+        logits = x.softcap * torch.tanh(logits / x.softcap)
     if x.mask is not None and x.mask.dtype != torch.bool:
         logits = logits + x.mask[..., :keys].float()
     visible = visible_keys(x, keys)
@@ -177,6 +184,7 @@ def _attend(x: DecodeAttentionArguments, plan: DecodePlan, shares: Shares) -> No
         scales,
         scales if x.lengths is None else x.lengths,
         scales if mask is None else mask,
+        None if x.key_mean is None or x.softcap is None else x.key_mean.contiguous(),
         *shares[:3],
         kv,
         x.group,
@@ -186,6 +194,7 @@ def _attend(x: DecodeAttentionArguments, plan: DecodePlan, shares: Shares) -> No
         plan.splits,
         x.window or 0,
         x.logit_scale * LOG2_E,
+        x.softcap,
         *query.stride()[:3],
         *key.stride()[:2],
         *value.stride()[:2],
@@ -301,7 +310,8 @@ def _kernel_mask(x: DecodeAttentionArguments) -> tuple[Tensor | None, str]:
 
 DECODE_ATTENTION = declare(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor scales, Tensor? lengths=None, "
-    "Tensor? attn_mask=None, bool is_causal=False, int? window=None, float? scale=None) -> Tensor",
+    "Tensor? attn_mask=None, bool is_causal=False, int? window=None, float? scale=None, float? softcap=None, "
+    "Tensor? key_mean=None) -> Tensor",
     DecodeAttentionArguments,
     cpu=decode_attention_ref,
     cuda=decode_attention_triton,
@@ -319,6 +329,8 @@ def decode_attention(
     is_causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    key_mean: Tensor | None = None,
 ) -> Tensor:
     """Attention of a few queries to keys and values in INT8: ``softmax(query @ key.T * scale + attn_mask) @ value``.
 
@@ -336,6 +348,10 @@ def decode_attention(
             ``length - N + i + 1`` keys.
         window: query i attends to the last ``window`` keys up to its own; older ones are not read.
         scale: of the logits; ``1 / sqrt(D)`` when None.
+        softcap: logits s become ``softcap * tanh(s / softcap)`` before ``attn_mask`` is added; positive. By the general
+            kernel, on Hopper too.
+        key_mean: ``(B, Hkv, D)`` fp32, the constant that the keys lack, on which the weights depend with a ``softcap``
+            alone.
 
     Returns:
         ``(B, H, N, Dv)`` in ``query``'s dtype, in memory ``(B, N, H, Dv)``. A row that sees no key is zero.
@@ -351,5 +367,5 @@ def decode_attention(
     """
     refuse_gradients(NAME, "F.scaled_dot_product_attention", query=query, attn_mask=attn_mask)
     return torch.ops.qframework.decode_attention(
-        query, key, value, scales, lengths, attn_mask, is_causal, window, scale
+        query, key, value, scales, lengths, attn_mask, is_causal, window, scale, softcap, key_mean
     )

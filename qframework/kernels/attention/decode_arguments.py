@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention.arguments import MAX_HEAD_DIM
+from qframework.kernels.attention.arguments import MAX_HEAD_DIM, check_softcap
 from qframework.kernels.attention.operands import check_offsets, query_memory_order
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.launch import power_of_2
@@ -30,6 +30,8 @@ class DecodeAttentionArguments(NamedTuple):
     is_causal: bool = False
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
+    key_mean: Tensor | None = None
 
     @property
     def logit_scale(self) -> float:
@@ -65,7 +67,8 @@ class DecodeAttentionArguments(NamedTuple):
         check_dtype(NAME, "key", self.key, (torch.int8,))
         check_dtype(NAME, "value", self.value, (torch.int8,))
         check_dtype(NAME, "scales", self.scales, (torch.bfloat16,))
-        check_same_device(NAME, self.query, **{name: getattr(self, name) for name in self._fields[1:6]})
+        others = (*self._fields[1:6], "key_mean")
+        check_same_device(NAME, self.query, **{name: getattr(self, name) for name in others})
         for name in ("query", "key", "value"):
             if getattr(self, name).ndim != 4:
                 shape = tuple(getattr(self, name).shape)
@@ -91,6 +94,10 @@ class DecodeAttentionArguments(NamedTuple):
         if self.lengths is not None:
             check_dtype(NAME, "lengths", self.lengths, (torch.int32,))
             check_shape(NAME, "lengths", self.lengths, (1,), (batch,))
+        check_softcap(NAME, self.softcap)
+        if self.key_mean is not None:
+            check_dtype(NAME, "key_mean", self.key_mean, (torch.float32,))
+            check_shape(NAME, "key_mean", self.key_mean, (batch, self.key.shape[1], self.query.shape[3]))
         if self.window is not None and self.window < 1:
             raise QFrameworkError(f"{NAME}: window must be positive or None, got {self.window}")
         if self.attn_mask is None:

@@ -9,6 +9,7 @@ odd channels.
 from __future__ import annotations
 
 from qframework.kernels.attention.operands import LOG2_E
+from qframework.kernels.attention.softcap import capped
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
@@ -116,6 +117,7 @@ def _decode_attention_kernel(
     scales_ptr,  # (B, Hkv, capacity, 2) bf16: of K and of V
     lengths_ptr,  # (B,) or (1,) int32, with LENGTHS
     mask_ptr,  # (B, H, N, mask_keys) bool as int8, or float
+    key_mean_ptr,  # (B, Hkv, D) fp32, what the keys lack, with a soft cap; or None
     out_ptr,  # (B, N, H, DV), or with SPLIT (B * Hkv, splits, GROUP * QUERIES, DV) fp32
     top_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32, with SPLIT: maxima of the logits in base 2
     sum_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32, with SPLIT: sums of the weights
@@ -127,6 +129,7 @@ def _decode_attention_kernel(
     splits,
     window,
     logit_scale,  # to logits in base 2
+    softcap,  # of natural logits, or None
     stride_qb,
     stride_qh,
     stride_qn,
@@ -197,6 +200,13 @@ def _decode_attention_kernel(
         mask_base = mask_ptr + b.to(tl.int64) * stride_mb
         mask_rows = h.to(tl.int64) * stride_mh + i.to(tl.int64) * stride_mn
 
+    if key_mean_ptr is not None:
+        mean_ptrs = key_mean_ptr + head * D + 2 * pairs
+        even = tl.load(mean_ptrs, mask=pairs < D // 2, other=0.0)
+        odd = tl.load(mean_ptrs + 1, mask=pairs < D // 2, other=0.0)
+        offset = tl.sum(q_even.to(tl.float32) * even[None, :] + q_odd.to(tl.float32) * odd[None, :], 1)
+        offset = offset * q_factor * logit_scale
+
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc_even = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
@@ -219,6 +229,10 @@ def _decode_attention_kernel(
         s = s * (k_scale * logit_scale)[None, :]
         if q_ptr.dtype.element_ty == tl.float32:
             s = s * q_factor[:, None]
+        if key_mean_ptr is not None:
+            s += offset[:, None]
+        if softcap is not None:
+            s = capped(s, softcap, _LOG2_E)
         visible = seen[None, :]
         if CAUSAL:
             visible = visible & (n[None, :] <= position[:, None])

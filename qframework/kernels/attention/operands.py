@@ -87,6 +87,7 @@ class QuantizedQK(NamedTuple):
     k_scale: Tensor | None  # (B, Hkv, Gk) fp32
     channels: int  # D, which INT4 halves
     row_bias: Tensor | None = None  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32, base-2 logits
+    offsets: Tensor | None = None  # (B, H, N) fp32, base-2 logits of each query and K's mean, below a soft cap
     k_norm: Tensor | None = None  # (B, Hkv) fp32, the largest norm of a key, for the integer exponential on Hopper
     factor: float = 1.0  # from products, times the scales, to base-2 logits; 1 where it is folded into the scales
     marked: bool = True  # a row of q that starts with -qmax - 1 stands for NaN; False for q of other quantizers
@@ -114,13 +115,14 @@ class Lengths(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What is added to the logits besides Q K^T."""
+    """What becomes of the logits Q K^T: they are capped, if at all, and then masks and biases are added."""
 
     mask: Tensor | None = None  # bool or float, (M, H, N, Nk); batch b uses b % M, other dimensions of 1 broadcast
     rel_h: Tensor | None = None  # (B, H, N, Kh)
     rel_w: Tensor | None = None  # (B, H, N, Kw)
     causal: bool = False
     blocks: MaskBlocks | None = None  # those of the mask with causality, where they were computed already
+    softcap: float | None = None  # logits s become softcap * tanh(s / softcap)
 
     @property
     def only_bool(self) -> bool:

@@ -6,6 +6,10 @@ Formula::
     Q' = Q - mean(Q_block)    smooth Q: the logits mean(Q_block) K'^T are added back in FP32      (SageAttention2)
     out = softmax(quantized(Q') quantized(K')^T + ...) quantized(V)
 
+With a soft cap the softmax is not invariant to K's mean. Its logits, one for each query, are then added in FP32::
+
+    out = softmax(softcap * tanh((quantized(Q') quantized(K')^T + Q mean(K)^T + ...) / softcap) + ...) quantized(V)
+
 Layout: ``query (..., H, N, D)``, ``key`` and ``value (..., Hkv, Nk, D)``, 3-D (one head) to 5-D, any strides. The
 result has the memory layout (..., N, H, D), so that merging the heads is a view.
 Reference and CPU implementation: the same pipeline with the reference of every step.
@@ -124,6 +128,16 @@ def mean_of_keys(k: Tensor, steps: Steps, starts: Tensor | None, longest: int) -
     return steps.block_sums(k, starts, longest).sum(2, keepdim=True) / _token_counts(longest, starts)
 
 
+def offsets_of(q: Tensor, k_mean: Tensor | None, scale: float, steps: Steps, lengths: Lengths | None) -> Tensor | None:
+    """The base-2 logits of each query and K's mean, ``(B, H, N)`` float32: what smooth K leaves out."""
+    if k_mean is None:
+        return None
+    heads = q.shape[1]
+    of = (lengths.q_starts, lengths.longest_q) if lengths else (None, q.shape[2])
+    means = (k_mean * (scale * LOG2_E)).repeat_interleave(heads // k_mean.shape[1], dim=1)
+    return steps.row_bias(means, q, None, *of).squeeze(2)
+
+
 def quantized_qk(
     q: Tensor,
     k: Tensor,
@@ -155,18 +169,25 @@ _FEW_KEYS = 512
 
 
 def _fused(
-    q: Tensor, k: Tensor, variant: AttentionVariant, scale: float, smooth_k: bool, lengths: Lengths | None
+    q: Tensor,
+    k: Tensor,
+    variant: AttentionVariant,
+    scale: float,
+    smooth_k: bool,
+    capped: bool,
+    lengths: Lengths | None,
 ) -> QuantizedQK:
     """Quantized K and float queries: each program of the attention kernel quantizes its own tile of queries."""
     starts, longest = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
-    smooth_within = smooth_k and longest <= _FEW_KEYS
+    smooth_within = smooth_k and longest <= _FEW_KEYS and not capped
     k_mean = None
     if smooth_k and not smooth_within:
         k_mean = mean_of_keys(k, TRITON_STEPS, starts, longest)
     k8, k_scale = quantize_tokens_triton(
         k, k_mean, 1.0, variant.granularity, "key", 8, starts, longest, smooth=smooth_within
     )
-    return QuantizedQK(last_contiguous(q), None, k8, k_scale, q.shape[-1], factor=scale * LOG2_E)
+    offsets = offsets_of(q, k_mean, scale, TRITON_STEPS, lengths) if capped else None
+    return QuantizedQK(last_contiguous(q), None, k8, k_scale, q.shape[-1], offsets=offsets, factor=scale * LOG2_E)
 
 
 def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
@@ -224,11 +245,12 @@ def _attention(
     """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
     if return_lse:
         variant = replace(variant, exponential="exact")
-    plain = bias.only_bool and lengths is None and not return_lse
+    capped = bias.softcap is not None  # by the general kernel
+    plain = bias.only_bool and lengths is None and not return_lse and not capped
     at = (q.dtype, capability_of(q.device), bias.mask is not None)
     if plain and steps.fuses and can_prepare(variant) and hopper.fits(q, k, v, variant, *at):
         return _prepared(q, k, v, bias, variant, scale, smooth_k)
-    integer = steps.fuses and variant.exponential == "integer" and not return_lse
+    integer = steps.fuses and variant.exponential == "integer" and not return_lse and not capped
     if integer and lengths is not None and hopper_packed.fits_packed(q, k, v, variant, lengths):
         qk, cast = prepare_packed_triton(q, k, v, variant, scale, smooth_k, lengths)
         return hopper_packed.attention_packed(qk, cast, variant, 1.0, bias.causal, lengths, q.dtype), None
@@ -236,14 +258,17 @@ def _attention(
     values = quantized_values(v, variant, steps, lengths)
     plain = plain and values.scale is None
     on_hopper = plain and hopper.fits(q, k, values.v, variant, *at)
-    if lengths is not None and values.scale is None and not return_lse:
+    if lengths is not None and values.scale is None and not return_lse and not capped:
         on_hopper = hopper_packed.fits_packed(q, k, values.v, variant, lengths)
     if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):
-        qk = _fused(q, k, variant, scale, smooth_k, lengths)
+        qk = _fused(q, k, variant, scale, smooth_k, capped, lengths)
         return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths)
     qk, k_mean = quantized_qk(q, k, variant, scale, smooth_k, steps, lengths)
+    if capped:
+        qk = qk._replace(offsets=offsets_of(q, k_mean, scale, steps, lengths))
     out, lse = steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths)
-    if lse is not None and k_mean is not None:  # softmax is invariant to the mean, the sum of exponentials is not
+    if lse is not None and k_mean is not None and not capped:
+        # softmax is invariant to the mean, the sum of exponentials is not
         group = q.shape[1] // k.shape[1]
         lse = lse + (q.float() * k_mean.repeat_interleave(group, dim=1)).sum(-1) * scale
     return out, lse
@@ -259,8 +284,8 @@ def _sage_attention(x: SageAttentionArguments, steps: Steps, blocks: MaskBlocks 
         out, lse = x.empty_result()
         return out.zero_(), lse.fill_(-torch.inf)
     call = reached(call) if x.is_causal else call
-    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal, blocks)
-    plain = bias.only_bool and not x.return_lse
+    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal, blocks, x.softcap)
+    plain = bias.only_bool and not x.return_lse and x.softcap is None
     auto = x.variant == "auto"
     masked = call.mask is not None
     chosen = resolve(choose_variant(call.q, call.k, call.v, call.k.shape[2], plain, masked) if auto else x.variant)
@@ -304,7 +329,7 @@ def sage_attention_triton(x: SageAttentionArguments, blocks: MaskBlocks | None =
 SAGE_ATTENTION = declare(
     "sage_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, "
     "float? scale=None, bool enable_gqa=False, str variant='auto', bool smooth_k=True, bool return_lse=False, "
-    "Tensor? rel_h=None, Tensor? rel_w=None) -> (Tensor, Tensor)",
+    "Tensor? rel_h=None, Tensor? rel_w=None, float? softcap=None) -> (Tensor, Tensor)",
     SageAttentionArguments,
     cpu=sage_attention_cpu,
     cuda=sage_attention_triton,
@@ -320,8 +345,11 @@ _CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
 
 
 def _varlen_variant(x: VarlenArguments, lengths: Lengths) -> AttentionVariant:
-    auto = x.variant == "auto"
-    return resolve(choose_packed_variant(x.query, x.key, x.value, lengths, x.is_causal) if auto else x.variant)
+    if x.variant != "auto":
+        return resolve(x.variant)
+    if x.softcap is not None:
+        return resolve(choose_variant(x.query, x.key, x.value, lengths.longest_k, plain=False))
+    return resolve(choose_packed_variant(x.query, x.key, x.value, lengths, x.is_causal))
 
 
 def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
@@ -334,7 +362,8 @@ def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
         if q.numel() and k.numel():
             if x.is_causal:
                 q, k, v, *_ = reached(Canonical(q, k, v, None, None, None))
-            dense, _ = _attention(q, k, v, Bias(causal=x.is_causal), chosen, scale, x.smooth_k, False, TORCH_STEPS)
+            bias = Bias(causal=x.is_causal, softcap=x.softcap)
+            dense, _ = _attention(q, k, v, bias, chosen, scale, x.smooth_k, False, TORCH_STEPS)
             out[q_rows] = dense[0].transpose(0, 1)
     return out
 
@@ -349,7 +378,7 @@ def sage_attention_varlen_triton(x: VarlenArguments) -> Tensor:
     if x.query.numel() == 0 or x.key.numel() == 0:
         return x.empty_result().zero_()
     query, key, value = last_contiguous(x.query), last_contiguous(x.key), last_contiguous(x.value)
-    bias, scale = Bias(causal=x.is_causal), default_scale(x.query, x.scale)
+    bias, scale = Bias(causal=x.is_causal, softcap=x.softcap), default_scale(x.query, x.scale)
     out, _ = _attention(query, key, value, bias, chosen, scale, x.smooth_k, False, TRITON_STEPS, lengths)
     return out
 
@@ -357,7 +386,7 @@ def sage_attention_varlen_triton(x: VarlenArguments) -> Tensor:
 SAGE_ATTENTION_VARLEN = declare(
     "sage_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, bool is_causal=False, float? scale=None, str variant='auto', "
-    "bool smooth_k=True) -> Tensor",
+    "bool smooth_k=True, float? softcap=None) -> Tensor",
     VarlenArguments,
     cpu=sage_attention_varlen_cpu,
     cuda=sage_attention_varlen_triton,

@@ -2,7 +2,9 @@
 
 Formula, over blocks j of keys with an online softmax (SageAttention algorithm 1, in base 2)::
 
-    S_j = Q8 K8_j^T * s_q s_k * logit_scale + row_bias_j + mask_j + relative positions
+    S_j = Q8 K8_j^T * s_q s_k * logit_scale + row_bias_j
+    S_j = softcap * tanh((S_j + offsets) / softcap)        with a soft cap (Gemma 2, section 2)
+    S_j = S_j + mask_j + relative positions
     m   = max(m, rowmax(S_j)),   P_j = P_range * exp2(S_j - m),   l = l * exp2(m_old - m) + rowsum(P_j)
     O   = O * exp2(m_old - m) + round(P_j) V_j          out = O / l * s_v + mean_v
 
@@ -100,7 +102,8 @@ def quantized_attention_triton(
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qk.q.device) if lse else None
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
-    dense = lengths is None and logit_scale > 0
+    uncapped = bias.softcap is None  # Hopper's kernels cap nothing
+    dense = lengths is None and logit_scale > 0 and uncapped
     added = dense_bias(bias) if dense and (bias.adds_nothing or not lse) else None
     exact = variant == VARIANTS["unquantized"]
     masked = bias.mask is not None and bias.only_bool
@@ -113,7 +116,7 @@ def quantized_attention_triton(
             return hopper_dense.attention_dense(*operands, blocks=blocks, lse=sums), sums
     if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
         return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added, lse=sums), sums
-    plain = lengths is None and out_scale is None and (values.scale is None or values.paired)
+    plain = lengths is None and out_scale is None and (values.scale is None or values.paired) and uncapped
     plain = plain and (not lse or hopper.has_lse(variant, bias))
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
@@ -126,7 +129,7 @@ def quantized_attention_triton(
         raise QFrameworkError("quantized_attention: values must not be paired, got a call that Hopper's kernel leaves")
     unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and values.scale is None
     int8 = int8 and qk.q.dtype == torch.int8
-    packable = unbiased and normed and logit_scale > 0 and (int8 or not variant.quantizes_qk)
+    packable = unbiased and normed and logit_scale > 0 and uncapped and (int8 or not variant.quantizes_qk)
     if lengths is not None and packable and hopper_packed.fits_packed(qk.q, qk.k, values.v, variant, lengths):
         return hopper_packed.attention_packed(qk, values.v, variant, logit_scale, bias.causal, lengths, dtype), None
     mode = _mode(variant, values.v)
@@ -173,7 +176,9 @@ def quantized_attention_triton(
         _mask(bias),
         _relative_positions(bias),
         sums,
+        qk.offsets,
         None if lengths is None else (q_starts, k_starts),
+        bias.softcap,
         logit_scale,
         heads,
         tokens,

@@ -46,7 +46,7 @@ def quantized_attention_ref(
         n = slice(start, min(start + block_n, keys))
         products = _products(q.to(dtype), _repeat(k[:, :, n].to(dtype), group).transpose(2, 3), variant)
         s = products * (q_scale.to(dtype)[..., None] * _repeat(k_scale[:, :, n].to(dtype), group)[:, :, None])
-        s = _add_bias(s, qk.row_bias, bias, n, keys, unit)
+        s = _add_bias(s, qk, bias, n, keys, unit)
         new_top = torch.maximum(top, s.amax(-1))
         if variant.exponential == "integer":
             new_top = torch.where(new_top.abs() < 2.0**22, torch.ceil(new_top * unit) / unit, new_top)
@@ -99,11 +99,16 @@ def _unit(bias: Bias) -> float:
     return LOG2_E if bias.mask is not None and bias.mask.dtype != torch.bool else 1.0
 
 
-def _add_bias(s: Tensor, row_bias: Tensor | None, bias: Bias, n: slice, keys: int, unit: float) -> Tensor:
-    """Add all biases to the logits ``s`` of the keys in slice ``n``, in the unit of ``s``."""
-    tokens = s.shape[2]
+def _add_bias(s: Tensor, qk: QuantizedQK, bias: Bias, n: slice, keys: int, unit: float) -> Tensor:
+    """Cap the logits ``s`` of the keys in slice ``n`` and add all biases to them, in the unit of ``s``."""
+    tokens, row_bias = s.shape[2], qk.row_bias
     if row_bias is not None:
         s = s + row_bias[..., n].repeat_interleave(QUERY_BLOCK, dim=2)[:, :, :tokens].to(s.dtype) / unit
+    if qk.offsets is not None:
+        s = s + qk.offsets[..., None].to(s.dtype) / unit
+    if bias.softcap is not None:
+        cap = bias.softcap * LOG2_E / unit
+        s = cap * torch.tanh(s / cap)
     if (mask := bias.masks_of(s.shape[0])) is not None:
         mask = mask[..., n] if mask.shape[-1] == keys and keys > 1 else mask
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask.to(s.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from qframework.kernels.attention.operands import sequence_of
 from qframework.kernels.attention.quantize_qk import finite_rows, group_scale, row_amax, to_integers
 from qframework.kernels.attention.quantize_v import round_to_e4m3
+from qframework.kernels.attention.softcap import capped
 from qframework.kernels.attention.variants import QUERY_BLOCK
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_half_even, round_to_int8
@@ -204,7 +205,9 @@ def _quantized_attention_kernel(
     mask,  # Mask or None
     relative,  # PositionFactors or None
     lse_ptr,  # (B, H, N) fp32 or None
+    offsets_ptr,  # (B, H, N) fp32, base-2 logits that are added to all of a query, or None
     starts,  # of packed queries and of packed keys, (B + 1,) int32 each, or None
+    softcap,  # of natural logits, or None
     logit_scale,
     H,
     N,
@@ -298,6 +301,8 @@ def _quantized_attention_kernel(
             q_scale = tl.where((((first << 4) >> 4) == -8) if INT4 else (first == -128), float("nan"), q_scale)
     if NATURAL:
         q_scale = q_scale * (1 / LOG2E)
+    if offsets_ptr is not None:
+        offset = tl.load(offsets_ptr + (b * H + h) * N + row) * (NATURAL_UNIT / LOG2E)
     k_scale_base = k_base
     if BITS < 16:
         k_scale_base = scales.k + (b * heads_kv + kv) * scales.k_groups
@@ -334,6 +339,10 @@ def _quantized_attention_kernel(
             if NATURAL:
                 bias = bias * (1 / LOG2E)
             s += bias[None, :]
+        if offsets_ptr is not None:
+            s += offset[:, None]
+        if softcap is not None:
+            s = capped(s, softcap, NATURAL_UNIT)
         if LAYOUT.mask == "float":
             s += tl.load(mask_base + n[None, :] * mask.key, mask=inside[None, :], other=0.0).to(tl.float32)
         elif LAYOUT.mask == "bool":

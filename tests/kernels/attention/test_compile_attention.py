@@ -342,6 +342,7 @@ FEATURES = {
     "row": float_call("sage_b", rel_h=torch.zeros(1, 2, 1024, 1), rel_w=torch.zeros(1, 2, 1024, 1024)),
     "bfloat16": float_call("sage_b", dtype=torch.bfloat16),
     "float32": float_call("sage_b", dtype=torch.float32),
+    "softcap": float_call("sage_b", softcap=50.0, attn_mask=torch.zeros(1024, 1024, dtype=torch.float16)),
     "int8": int8_call,
     "varlen": varlen_call,
 }
@@ -366,6 +367,27 @@ def test_wide_heads_with_a_bias_keep_their_registers(launches, variant, tmp_path
     bias = torch.zeros(1, 2, 1024, 1024, dtype=torch.float16)
     (launch,) = launches("sm_90", float_call(variant, 80, attn_mask=bias))["_quantized_attention_kernel"]
     assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 0)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("variant", ["unquantized", "8-per_block-fp16-fp32"])
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
+def test_a_soft_cap_takes_few_registers(launches, chip, variant, head_dim, tmp_path):
+    """The heads of Gemma 2. An exponential and a reciprocal, each one instruction."""
+    calls = [
+        launches(chip, float_call(variant, head_dim, torch.bfloat16, is_causal=True, softcap=softcap))
+        for softcap in (None, 50.0)
+    ]
+    plain, capped = (compile_launch(chip, call["_quantized_attention_kernel"][0]) for call in calls)
+    more = {
+        name: assembly(capped).count(name) - assembly(plain).count(name)
+        for name in ("ex2.approx", "rcp.approx", "div.full")
+    }
+    assert more["ex2.approx"] == more["rcp.approx"] > 0
+    assert more["div.full"] == 1, "by the cap alone, before the loop"
+    stacks = [stack_bytes(compiled, tmp_path) for compiled in (plain, capped)]
+    assert stacks[1] <= stacks[0] + 32, "more than eight registers are spilled, once"
+    assert_fits(chip, capped, tmp_path, WIDE_STACK)
 
 
 def test_a_kernel_sees_what_the_chip_stores(launches):

@@ -122,6 +122,52 @@ def test_windows(implementation, place, window, causal):
     assert_exact(got, query, cache, causal=causal, window=window)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("softcap", [1.0, 5.0, 50.0])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("shape", ["127", "odd_heads", "wide", "72", "many_rows"])
+def test_soft_caps(implementation, place, shape, mean, softcap, dtype):
+    """Of the keys with their mean: behind a cap the softmax depends on it."""
+    batch, heads, kv, tokens, capacity, d, dv, lengths = SHAPES[shape]
+    cache = make_cache(batch, kv, capacity, d, dv, lengths, place)
+    query = (2 * torch.randn(batch, heads, tokens, d)).to(place, dtype)
+    options = {"softcap": softcap, "key_mean": torch.randn(batch, kv, d, device=place) if mean else None}
+    assert_exact(run(implementation)(query, *cache, **options), query, cache, **options)
+
+
+def test_soft_caps_with_masks_windows_and_shares(implementation, place):
+    cache = make_cache(2, 2, 320, 32, 32, [310], place)
+    query, options = torch.randn(2, 4, 3, 32, device=place), {"softcap": 2.0}
+    options["key_mean"] = torch.randn(2, 2, 32, device=place)
+    for kind in ("padding", "bool", "float"):
+        mask = masks(kind, 310).to(place)
+        got = run(implementation)(query, *cache, mask, True, **options)
+        assert_exact(got, query, cache, mask=mask, causal=True, **options)
+    for plan in (None, DecodePlan(7, block_n=32)):
+        got = run(implementation, plan)(query, *cache, None, True, 40, 0.3, **options)
+        assert_exact(got, query, cache, causal=True, window=40, scale=0.3, **options)
+
+
+def test_a_mean_without_a_cap_changes_nothing(implementation, place):
+    cache = make_cache(1, 2, 100, 32, 32, [90], place)
+    query, mean = torch.randn(1, 4, 1, 32, device=place), torch.randn(1, 2, 32, device=place)
+    assert torch.equal(run(implementation)(query, *cache), run(implementation)(query, *cache, key_mean=mean))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"softcap": 0.0}, r"softcap must be None or a positive, finite number, got 0\.0"),
+        ({"key_mean": torch.zeros(1, 2, 31)}, r"key_mean must have shape \(1, 2, 32\), got \(1, 2, 31\)"),
+        ({"key_mean": torch.zeros(1, 2, 32).half()}, "key_mean must have dtype float32, got torch.float16"),
+    ],
+)
+def test_what_is_no_cap_or_mean_is_refused(options, reason):
+    cache = make_cache(1, 2, 100, 32, 32, [90], "cpu")
+    with pytest.raises(QFrameworkError, match=f"decode_attention: {reason}"):
+        decode_attention(torch.randn(1, 4, 1, 32), *cache, **options)
+
+
 def test_the_lowest_float_averages(implementation, place):
     """Not -inf: PyTorch averages all values of such a row, too."""
     cache = make_cache(1, 1, 140, 32, 32, [140], place)

@@ -78,7 +78,7 @@ def log_sum_exp() -> None:
     needed = [True, True, False, False, False, False]
     masks = None, None, None
     ones = torch.ones(1, 2, 40)
-    _sage_attention_backward(BackwardArguments(None, ones, *operands(), *masks, False, None, False, needed))
+    _sage_attention_backward(BackwardArguments(None, ones, *operands(), *masks, False, None, False, None, needed))
 
 
 def hessian() -> None:

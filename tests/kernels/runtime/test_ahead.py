@@ -56,6 +56,9 @@ CASES = {
     "padding": (sage("unquantized", 2, 40, 700, 128, attn_mask=PADDING), None),
     "bias": (sage("unquantized", 2, 40, 1100, 64, attn_mask=half(1, 40, 1100, 1100)), None),
     "general": (sage("sage_b", 1, 2, 50, 24), None),
+    "soft cap": (sage("auto", 2, 40, 700, 128, softcap=50.0), ["_quantized_attention_kernel"]),
+    "soft cap, integer": (sage("integer_exp", 2, 40, 700, 64, softcap=50.0), None),
+    "soft cap, wide": (sage("sage_b", 2, 8, 700, 256, softcap=50.0, attn_mask=PADDING), None),
     "static": (static(16, 16, 577, 64), ["_streaming_attention_kernel"]),
     "static, wide": (static(2, 4, 300, 72), ["_quantized_attention_kernel"]),
 }
