@@ -1,20 +1,24 @@
 """Makes rows of INT8 tensors begin where Hopper reads them fastest, at multiples of 64 bytes.
 
-From, where K is no multiple of 64::
+From::
 
-    x -> int8_linear (w1, int8 out) -> int8_linear (w2)                 K outputs, as those of SigLIP's MLP
-    x -> quantize, fused with what computes x -> int8_linear (w)
-    x -> transpose -> quantize -> int8_linear (w)                       a layer over tokens, as MLP-Mixer's
+    x -> int8_linear (w1, int8 out) -> int8_linear (w2)    K outputs, no multiple of 64, as those of SigLIP's MLP
+    x -> quantize -> int8_linear (w)                       K inputs, no multiple of 16
+    x -> transpose -> quantize -> int8_linear (w)          a layer over tokens, as MLP-Mixer's
+    x -> int8_linear (w)                                   N results, no multiple of 16 bytes
 
 To, with zeros behind each row and in the weights, which leave all sums as they are::
 
     x -> int8_linear (w1 with more rows) -> int8_linear (w2 with more columns)
-    x -> quantize -> pad, fused too -> int8_linear (w with more columns)
+    x -> quantize -> pad -> int8_linear (w with more columns)
     x -> quantize -> qframework::transpose_rows -> int8_linear (w with more columns)
+    x -> int8_linear (w with more rows) -> slice
 
-Rows that begin elsewhere straddle the lines of the cache; those that are no multiple of 16 bytes have to be copied
-before each product, and so has the weight (launch.py). A transposition is a kernel of its own for any K: fused with the
-quantization, it would write each byte into another line. Weights of converted models are padded again after each write.
+Rows that begin elsewhere straddle the lines of the cache: a layer of 4,304 inputs takes 1.3 to 1.6 times as long. Rows
+that are no multiple of 16 bytes would be copied before each product, and so would the weight (launch.py): one of 3,420
+takes 2.4 to 3.8 times as long (``other/2026-11-29-h200-aligned-rows.json``), and TMA cannot store such rows. A
+transposition is a kernel of its own for any K: fused with the quantization of a norm, it would write each byte into
+another line. Weights of converted models are padded again after each write.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ _int8_linear, _quantize, _dynamic_quantize = (
 _pad, _slice = torch.ops.aten.constant_pad_nd.default, torch.ops.aten.slice.Tensor
 ALIGNMENT = 64  # bytes
 _COPIED = 16  # bytes: rows of other widths would be copied
+MOST_LONGER = 9 / 8  # rows that would be longer than this times K are made multiples of 16 bytes only
 _STORED = 16  # bytes: rows of other widths are not stored by TMA
 FEWEST_ROWS = MAX_FEW_ROWS + 1  # below, a kernel of its own reads rows of any width
 TURNED = 2**20  # values of a transposed input, from which on a kernel of its own pays
@@ -70,6 +75,7 @@ class _Aligning:
         self._lowering = lowering
         self.watched = WatchedValues()
         self._inputs: dict[Node, Node] = {}  # aligned, by what layers read
+        self._widths: dict[Node, int] = {}  # of those rows
         self._columns: dict[Node, int] = {}  # of a layer's weight, as many as it will have
         self._rows: dict[Node, int] = {}
         layers = [node for node in lowering.gm.graph.nodes if self._is_known(node)]
@@ -95,27 +101,29 @@ class _Aligning:
         if x is None or result is None or not isinstance(x.shape[-1], int):
             return
         if call.a not in self._inputs:
-            self._inputs[call.a] = self._aligned(call.a, _round_up(x.shape[-1], ALIGNMENT))
-        if self._inputs[call.a] is not call.a or call.a in self._rows:
-            self._columns[node] = _round_up(x.shape[-1], ALIGNMENT)
+            self._inputs[call.a], self._widths[call.a] = self._aligned(call.a, x.shape[-1])
+        if self._widths[call.a] != x.shape[-1]:
+            self._columns[node] = self._widths[call.a]
         outputs = result.shape[-1]
         if result.is_floating_point() and outputs * result.dtype.itemsize % _STORED and call.residual is None:
             self._cut(node, _round_up(outputs, _STORED // result.dtype.itemsize))
 
-    def _aligned(self, a: Node, width: int) -> Node:
-        """``a (..., K)`` with rows of ``width`` and zeros behind K, or as it is."""
+    def _aligned(self, a: Node, inputs: int) -> tuple[Node, int]:
+        """``a (..., K)`` with longer rows and zeros behind K, or as it is, and the width of its rows."""
         x, fake = argument(a, 0, "x") if a.target is _quantize else None, fake_value(a)
         assert fake is not None
-        one = a.target is _quantize and self._lowering.constants.value(argument(a, 1, "scale"))
-        if isinstance(x, Node) and swaps_last(x) and _rows(fake) * width >= TURNED and _is_one_number(one):
-            return self._transposed(a, x, width)
-        if fake.shape[-1] == width:
-            return a
-        if self._is_written_for_layers(a):
+        scale = self._lowering.constants.value(argument(a, 1, "scale")) if a.target is _quantize else None
+        width = _round_up(inputs, ALIGNMENT)
+        one = scale is not None and scale.numel() == 1
+        if one and isinstance(x, Node) and swaps_last(x) and _rows(fake) * width >= TURNED:
+            return self._transposed(a, x, width), width
+        width = width if width <= MOST_LONGER * inputs else _round_up(inputs, _COPIED)
+        if width != inputs and self._is_written_for_layers(a):
             self._rows[a] = width
-        elif a.target is _quantize or _is_fused(a) or fake.shape[-1] % _COPIED:
-            return self._padded(a, width)
-        return a
+            return a, width
+        if inputs % _COPIED:
+            return self._padded(a, width), width
+        return a, inputs
 
     def _is_written_for_layers(self, a: Node) -> bool:
         """Whether a layer writes ``a`` for layers alone, all of which can read more columns."""
@@ -230,10 +238,6 @@ def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _is_one_number(scale: Any) -> bool:
-    return isinstance(scale, Tensor) and scale.numel() == 1
-
-
 def swaps_last(x: Node) -> bool:
     """Whether a node swaps the last two dimensions of its input, and moves no other."""
     source = argument(x, 0, "input", "self")
@@ -248,9 +252,3 @@ def swaps_last(x: Node) -> bool:
         given: Any = x.args[1:] if isinstance(argument(x, 1, "dims"), int) else argument(x, 1, "dims")
         return [dim % fake.ndim for dim in given] == [*others, last, before]
     return False
-
-
-def _is_fused(a: Node) -> bool:
-    """Whether ``a`` is the integers of a dynamic quantization that Inductor fuses with what is before it."""
-    source = a.args[0] if operation(a) == "getitem" else None
-    return isinstance(source, Node) and source.target is _dynamic_quantize

@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
-from qframework.backend.align_rows import TURNED, swaps_last
+from qframework.backend.align_rows import TURNED
 from qframework.backend.keep_quantize import has_many_rows, is_computed_twice, is_written_by_int8_linear
-from qframework.backend.linear_gain import reason_of_few_rows
+from qframework.backend.linear_gain import reads_columns, reason_of_few_rows
 from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import (
     NO_PARAMETER,
@@ -52,7 +52,6 @@ from qframework.graph.nodes import (
     Constants,
     LinearCall,
     argument,
-    behind,
     fake_value,
     layer_name,
     linear_call,
@@ -67,7 +66,6 @@ from qframework.kernels.linear.cpu import HAVE_INT8_INSTRUCTIONS, cpu_implementa
 from qframework.kernels.runtime.chip import capability_of
 from qframework.numerics import FLOAT_DTYPES
 
-_COPIES, _TWO_OPERANDS = {"contiguous", "clone", "dropout"}, {"mul", "add", "sub"}
 _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 
 FEWEST_ROWS = 128
@@ -188,7 +186,7 @@ def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
     x = fake_value(call.input)
     if x is None or out is None or capability_of(x.device) != (9, 0):
         return None
-    if _reads_columns(call.input, x):
+    if math.prod(map(traced_size, x.shape)) >= TURNED and reads_columns(call.input):
         return (
             "its rows are columns of a tensor in memory, whose scales a kernel would read value by value. Static INT8 "
             "has one scale, and transposes integers"
@@ -204,21 +202,6 @@ def _reason_of_quantization(call: LinearCall, out: Tensor | None) -> str | None:
         return None
     pays = f"that pays from {FEWEST_OUTPUTS} outputs on, and this layer has {outputs}"
     return f"{writer}, which a kernel of its own would quantize; {pays}. Static INT8 has no such cost"
-
-
-def _reads_columns(x: Node, value: Tensor) -> bool:
-    """Whether a layer reads many columns of what is before it as rows, or its product or sum with another tensor."""
-    if math.prod(map(traced_size, value.shape)) < TURNED:
-        return False
-    before = behind(x, _COPIES)
-    return swaps_last(before) or (operation(before) in _TWO_OPERANDS and any(map(_turns_linear, before.args)))
-
-
-def _turns_linear(x: Any) -> bool:
-    if not isinstance(x, Node) or not swaps_last(behind(x, _COPIES)):
-        return False
-    source = argument(behind(x, _COPIES), 0, "input", "self")
-    return linear_call(source) is not None or is_written_by_int8_linear(source)
 
 
 def _not_computable(fake: Tensor | None) -> str | None:

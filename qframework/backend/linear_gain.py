@@ -8,7 +8,8 @@ whole models at batch 1 (``other/2026-11-27-h100-batch-1.json``):
 - a norm, or operations on rows that Inductor keeps in registers, quantize their result in the same kernel;
 - what no kernel of Inductor computes, such as attention or another INT8 layer, needs a kernel of its own;
 - longer rows of operations are computed twice;
-- a norm or operations on rearranged channels, as behind a convolution, become up to five kernels instead of one;
+- a norm or operations on rearranged channels, as behind a convolution, become up to five kernels instead of one, and
+  rows that are columns in memory, as those of gMLP's layers over tokens, take as long (not measured by themselves);
 - a convolution with a kernel of our own (lower_depthwise.py) writes floats, since a scale for each pixel costs it more
   than it saves. Its rows are many, and traffic with memory decides.
 
@@ -21,16 +22,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from qframework.backend import keep_quantize
+from qframework.backend.align_rows import swaps_last
 from qframework.backend.lower_depthwise import has_own_kernel
 from qframework.backend.quantized_linear import find_epilogue
-from qframework.graph.nodes import RESHAPES, LinearCall, behind, fake_value, linear_call, operation
+from qframework.graph.nodes import RESHAPES, LinearCall, argument, behind, fake_value, linear_call, operation
 from qframework.graph.norms import norm_call
 from qframework.graph.shapes import Size, traced_size
 from qframework.kernels.linear.tile import MAX_FEW_ROWS
@@ -51,6 +53,7 @@ _LEAST_SAVED = 0.2  # of the time of separate products, by estimate: below, they
 _OPERATIONS = {"add", "sub", "mul", "div", "relu", "gelu", "silu", "sigmoid", "tanh", "dropout", "pow", "addcmul"}
 _VIEWS = {*RESHAPES, "contiguous", "clone", "to"}
 _ELEMENTWISE = {*_VIEWS, *_OPERATIONS, "transpose", "permute"}
+_COPIES, _TWO_OPERANDS = {"contiguous", "clone", "dropout"}, {"mul", "add", "sub"}
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution"}
 
 
@@ -160,6 +163,8 @@ def _input_us(x: Node, rows: int, channels: int) -> float:
     """What quantizing ``x (rows, channels)`` takes beside what is computed anyway."""
     if (convolution := _convolution_behind(x)) is not None:
         return _alone_us(rows, channels) if has_own_kernel(convolution) else _OF_CHANNELS
+    if reads_columns(x):
+        return _OF_CHANNELS
     x = behind(x, _VIEWS)
     if norm_call(x) is not None:
         return _WITH_A_NORM + _OF_A_ROW * rows
@@ -168,6 +173,19 @@ def _input_us(x: Node, rows: int, channels: int) -> float:
     if operation(x) in _OPERATIONS:
         return _TWICE if rows > MAX_FEW_ROWS else _TWICE_FEW
     return _alone_us(rows, channels)
+
+
+def reads_columns(x: Node) -> bool:
+    """Whether a layer reads columns of what is before it as rows, or its sum or product with such a linear's result."""
+    before = behind(x, _COPIES)
+    return swaps_last(before) or (operation(before) in _TWO_OPERANDS and any(map(_turns_linear, before.args)))
+
+
+def _turns_linear(x: Any) -> bool:
+    if not isinstance(x, Node) or not swaps_last(behind(x, _COPIES)):
+        return False
+    source = argument(behind(x, _COPIES), 0, "input", "self")
+    return linear_call(source) is not None or keep_quantize.is_written_by_int8_linear(source)
 
 
 def _alone_us(rows: int, channels: int) -> float:

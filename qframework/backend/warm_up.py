@@ -1,10 +1,10 @@
 """Compiles our kernels in parallel with Inductor instead of at their first launch.
 
 Shapes, strides and dtypes of the operands in the lowered graph determine an operator's kernel. A background thread
-passes all kernels to Triton, which compiles them in Inductor's processes or in threads, and loads them. Kernels that a
-process with the same cache of kernels compiled before are loaded behind Inductor instead: loading is Python, and two
-threads would wait for the GIL at each file that one of them reads. Graphs with symbolic sizes, CPUs and Triton's
-interpreter have nothing to compile ahead of time.
+passes all kernels to Triton, whose compiler releases the GIL, and loads them. Kernels that a process with the same
+cache of kernels compiled before are loaded behind Inductor instead: loading is Python, and two threads would wait for
+the GIL at each file that one of them reads. Graphs with symbolic sizes, CPUs and Triton's interpreter have nothing to
+compile ahead of time.
 """
 
 from __future__ import annotations

@@ -46,8 +46,6 @@ _PERSISTENT = "Inductor quantizes the rows of windows many times as slowly"
 _NO_SITES = "code that Inductor generated cannot call operators past the dispatcher"
 _DISPATCHED = "it calls them through the dispatcher, which takes the host about 7 us longer for each call"
 _LATE = "the processes that compile Triton kernels start late, and kernels are compiled one after the other"
-_PROCESSES = "kernels cannot be compiled in Inductor's processes"
-_THREADS = "threads compile them, and Inductor waits for those"
 _LAUNCHERS = "launchers are compiled one after the other, and first calls under CUDA graphs take longer"
 _TUNED = "repeated blocks would be cut where Inductor fuses products that it tunes"
 _WRAPPERS = "repeated blocks would be outlined where Inductor's code cannot call them, and compilation fails"
@@ -309,12 +307,6 @@ _ROWS = (
         "each block is traced twice, and a model's first call takes about a tenth longer",
         source="torch._higher_order_ops.invoke_subgraph",
     ),
-    # compile_processes.py
-    Name("torch._inductor.async_compile.AsyncCompile.use_process_pool", _PROCESSES, _THREADS),
-    Name("torch._inductor.async_compile.AsyncCompile.process_pool", _PROCESSES, _THREADS),
-    Name("async_compile", _PROCESSES, _THREADS, source="triton.runtime.jit"),
-    Name("triton.runtime.jit.JITCallable", _PROCESSES),
-    Name("triton.knobs.cache", "kernels cannot be compiled into Triton's cache by other processes"),
     # inductor.py
     Name("torch._inductor.async_compile.maybe_warm_pool", _LATE, "Inductor starts them when a graph is lowered"),
     Name("torch._inductor.config.cpp_wrapper", _WRAPPERS),

@@ -48,8 +48,6 @@ if importlib.util.find_spec("triton") is not None:
         from triton.runtime.cache import get_cache_manager
         from triton.tools import tensor_descriptor
 
-        from qframework.compat.compile_processes import compile_in_process
-
         TensorDescriptor = tensor_descriptor.TensorDescriptor
         OutOfResources = triton.runtime.errors.OutOfResources
         _runtime = triton.knobs.runtime
@@ -114,10 +112,7 @@ def compile_ahead(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
 
 @explained()
 def compile_in(pool: Any) -> Any:
-    """A scope of this thread in which kernels compile, in Inductor's processes where these are ready, else in ``pool``.
-
-    A failed one is compiled again at its launch.
-    """
+    """A scope of this thread in which ``pool`` compiles kernels; a failed one is compiled again at its launch."""
     return triton.AsyncCompileMode(_RetryingPool(pool), ignore_errors=True)
 
 
@@ -133,7 +128,6 @@ class _Compilation(Future[Any]):
 
     def run(self) -> None:
         try:
-            compile_in_process(self._compile)
             self.set_result(self._compile())
         except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
             self.set_exception(error)

@@ -18,7 +18,6 @@ from qframework.backend import warm_up as warm_up_module
 from qframework.backend.group_weights import group_weights
 from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lowering import Lowering
-from qframework.compat import compile_processes
 from qframework.graph.nodes import fake_value
 from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import launch as int8_linear_launch
@@ -86,7 +85,6 @@ def hopper(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(int8_linear_tiles, "MAX_FEW_ROWS", 0)  # the same kernels for models of any size
     monkeypatch.setattr(warm_up_module, "_failures", set())
-    monkeypatch.setattr(compile_processes, "_ready_processes", lambda: None)
     Guard.entered = []
     return loaded
 

@@ -69,14 +69,14 @@ def layers(gm):
     ]
 
 
-@pytest.mark.parametrize("width", [72, 68, 65, 100])
+@pytest.mark.parametrize(("width", "aligned_to"), [(72, 80), (65, 80), (100, 112), (120, 128), (116, 128)])
 @pytest.mark.parametrize("config", [static_int8(), static_int8(symmetric=False)], ids=["symmetric", "zero_point"])
-def test_a_layer_writes_aligned_rows_for_the_next(width, config):
+def test_a_layer_writes_aligned_rows_for_the_next(width, aligned_to, config):
     x = torch.randn(2, 7, 128)
     model = converted(Mlp(width), x, config)
     result, expected, gm, compiled = aligned(model, x)
     assert torch.equal(result, expected)
-    assert layers(gm) == [(128, 128, 128, 128)] * 2
+    assert layers(gm) == [(aligned_to, 128, 128, aligned_to), (128, aligned_to, aligned_to, 128)]
     assert count(gm, PAD) == 0
     model.get_parameter("fc2.bias").copy_(torch.randn(128))
     for name, parameter in model.named_parameters():
@@ -87,13 +87,13 @@ def test_a_layer_writes_aligned_rows_for_the_next(width, config):
     assert not torch.equal(again, result)
 
 
-@pytest.mark.parametrize("width", [72, 65])
-def test_frozen_weights_are_padded_and_the_quantization_with_them(width):
+@pytest.mark.parametrize(("width", "aligned_to"), [(72, 80), (65, 80), (124, 128)])
+def test_frozen_weights_are_padded_and_the_quantization_with_them(width, aligned_to):
     x = torch.randn(2, 7, 128)
     result, expected, gm, _ = aligned(Mlp(width), x, **FROZEN)
     assert torch.equal(result, expected)
     first, second = layers(gm)
-    assert second == (128, 128, 128, 128)
+    assert second == (128, aligned_to, aligned_to, 128)
     assert first[1] == 128
     assert count(gm, PAD) == 1
     assert not any(weight.shape[1:] == (width,) for weight in gm.buffers()), "the weight that nothing reads is gone"
@@ -157,7 +157,7 @@ def test_one_input_of_several_layers_is_padded_once():
     result, expected, gm, _ = aligned(converted(Two(), x), x)
     assert torch.equal(result, expected)
     assert count(gm, PAD) == 1
-    assert {each[1:3] for each in layers(gm)} == {(128, 128)}
+    assert {each[1:3] for each in layers(gm)} == {(80, 80)}
 
 
 def test_merged_weights_follow_writes(monkeypatch):
@@ -175,7 +175,7 @@ def test_merged_weights_follow_writes(monkeypatch):
     model = converted(Both(), x)
     result, expected, gm, compiled = aligned(model, x)
     assert torch.equal(result, expected)
-    assert layers(gm) == [(96, 128, 128, 96)]
+    assert layers(gm) == [(96, 80, 80, 96)]
     for parameter in [*model.parameters(), *model.buffers()]:
         if parameter.dtype == torch.int8:
             parameter.copy_(parameter.flip(0))
@@ -183,14 +183,14 @@ def test_merged_weights_follow_writes(monkeypatch):
     assert not torch.equal(compiled(x), result)
 
 
-@pytest.mark.parametrize("why", ["few rows", "aligned", "another reader", "no Hopper"])
+@pytest.mark.parametrize("why", ["few rows", "aligned", "long", "another reader", "no Hopper"])
 def test_what_stays(why, monkeypatch):
     class Reads(Mlp):
         def forward(self, x):
             x = self.act(self.fc1(x))
             return self.fc2(x) + x.mean()
 
-    model = Reads() if why == "another reader" else Mlp(64 if why == "aligned" else 72)
+    model = Reads() if why == "another reader" else Mlp({"aligned": 64, "long": 80}.get(why, 72))
     if why == "few rows":
         monkeypatch.setattr(module, "FEWEST_ROWS", 15)
     if why == "no Hopper":
@@ -198,7 +198,7 @@ def test_what_stays(why, monkeypatch):
     x = torch.randn(2, 7, 128)
     result, expected, gm, _ = aligned(converted(model, x), x)
     assert torch.equal(result, expected)
-    assert {each[0] for each in layers(gm)} <= {64, 72, 128}
+    assert [each[0] for each in layers(gm)] == [64 if why == "aligned" else 80 if why == "long" else 72, 128]
     assert count(gm, PAD) == (1 if why == "another reader" else 0)
 
 

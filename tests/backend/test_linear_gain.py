@@ -81,6 +81,22 @@ class Depthwise(nn.Module):
         return self.fc2(F.gelu(self.conv(image).flatten(2).transpose(1, 2)))
 
 
+class GateOverTokens(nn.Module):
+    """The product in front of the last linear of gMLP's blocks, which ``turned`` reads by columns."""
+
+    def __init__(self, width: int, tokens: int, turned: bool) -> None:
+        super().__init__()
+        self.mix, self.out, self.turned = (
+            nn.Linear(tokens if turned else width, tokens),
+            nn.Linear(width, width),
+            turned,
+        )
+
+    def forward(self, x):
+        gate = self.mix(x.transpose(1, 2)).transpose(1, 2) if self.turned else self.mix(x).mean(-1, keepdim=True)
+        return self.out(x * gate)
+
+
 class Stem(nn.Module):
     """Blocks behind a convolution, whose result is where the residual stream begins."""
 
@@ -226,6 +242,11 @@ class TestEstimates:
     @pytest.mark.parametrize(("rows", "width", "us"), [(100, 512, 1.0 + 100 / 2200), (100, 2048, 4.5), (16, 2048, 2.0)])
     def test_operations_are_computed_twice_for_long_rows(self, gains, rows, width, us):
         (gain,) = gains(Operations(width), (1, rows, width))
+        assert gain.quantize_us == pytest.approx(us)
+
+    @pytest.mark.parametrize(("turned", "us"), [(True, 5.9), (False, 1.0 + 100 / 2200)])
+    def test_rows_that_are_columns_take_as_long_as_rearranged_channels(self, gains, turned, us):
+        gain = gains(GateOverTokens(256, 100, turned), (1, 100, 256))[-1]
         assert gain.quantize_us == pytest.approx(us)
 
     @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import threading
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qframework.backend import compile as backend
 from qframework.backend import warm_up as warm_up_module
 from qframework.backend.warm_up import warm_up
-from qframework.compat import compile_processes
 from qframework.compat.triton import is_noted
 from qframework.graph.nodes import fake_value
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
@@ -204,62 +201,6 @@ def test_threads_compile_for_hopper_and_load(hopper, monkeypatch, tmp_path):
     assert not any(isinstance(kernel, triton.FutureKernel) for kernel in (*linears, *rows))
     assert all("wgmma" in kernel.asm["ptx"] for kernel in linears)
     assert sorted(hopper) == ["_dynamic_quantize_kernel"] + ["_int8_linear_kernel"] * 2
-
-
-@pytest.fixture
-def cache_hits(hopper, monkeypatch, tmp_path):
-    """Names of the kernels that this process asked Triton for, and whether Triton's cache, empty at first, had them."""
-    import triton
-
-    found = []
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append((src.name, cache_hit))
-        yield found
-
-
-def test_processes_compile_for_hopper_and_this_one_loads(cache_hits, hopper, monkeypatch):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
-        monkeypatch.setattr(compile_processes, "_ready_processes", lambda: processes.submit)
-        with warm_up(as_if_on_cuda(GRAPHS["dynamic"](Block().eval(), example())[0])):
-            pass
-    expected = ["_dynamic_quantize_kernel"] + ["_int8_linear_kernel"] * 2
-    assert sorted(cache_hits) == [(name, True) for name in expected]
-    assert sorted(hopper) == expected
-    assert all("wgmma" in kernel.asm["ptx"] for kernel in _int8_linear_kernel.device_caches[0][0].values())
-
-
-def test_inductors_processes_use_the_settings_of_this_one(cache_hits, hopper, monkeypatch):
-    """PyTorch 2.11 gives them another assembler, with which every result would have another key."""
-    from torch._inductor.compile_worker.subproc_pool import SubprocPool
-
-    pool = SubprocPool(1)
-    monkeypatch.setattr(compile_processes, "_ready_processes", lambda: pool.submit)
-    try:
-        with warm_up(as_if_on_cuda(GRAPHS["static"](Block(dim=128).eval(), torch.randn(64, 100, 128))[0])):
-            pass
-    finally:
-        pool.shutdown()
-    assert sorted(cache_hits) == [("_int8_linear_kernel", True), ("_int8_linear_specialized_kernel", True)]
-
-
-def test_processes_that_are_not_ready_are_not_waited_for(monkeypatch):
-    from torch._inductor.async_compile import AsyncCompile
-
-    monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: False))
-    assert compile_processes._ready_processes() is None
-
-
-def test_what_a_process_cannot_compile_is_compiled_here(cache_hits, hopper, monkeypatch, caplog):
-    def submit(job):
-        raise OSError("no more processes")
-
-    monkeypatch.setattr(compile_processes, "_ready_processes", lambda: submit)
-    with caplog.at_level(logging.INFO, "qframework.compat.compile_processes"), warm_up(quantized_graph()):
-        pass
-    assert len(hopper) == 2
-    assert not any(hit for _, hit in cache_hits)
-    assert "a process could not compile a kernel, which is compiled here: no more processes" in caplog.text
 
 
 def test_inductor_runs_inside(monkeypatch):
