@@ -6,12 +6,15 @@ dropouts in each block, and zero points for each of its weights.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch.fx import GraphModule, Node
 
 from qframework.compat.operators import OpOverload, schema
 from qframework.graph.attributes import attribute, readers
 from qframework.graph.nodes import fake_value, is_inactive_dropout
+from qframework.graph.writes import storages, written_inputs
 
 _DEQUANTIZE = "quantized_decomposed.dequantize_per_channel.default"
 
@@ -32,13 +35,43 @@ def erase_inactive_dropouts(gm: GraphModule) -> None:
 
 
 def erase_unread_results(gm: GraphModule) -> None:
-    """Erase operators whose result nothing reads, in place and without recompiling.
+    """Erase operators whose result nothing reads, in place and without recompiling; also writes to memory of that kind.
 
-    Exports keep the mean of the weights that ``nn.MultiheadAttention`` returns, with which its softmax has two readers.
+    Exports keep the mean of the weights that ``nn.MultiheadAttention`` returns, with which its softmax has two readers,
+    and the matrix to which BigBird copies the weights of its blocks.
     """
+    _erase_unread_memory(gm)
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and _only_computes(node):
             gm.graph.erase_node(node)
+
+
+def _erase_unread_memory(gm: GraphModule) -> None:
+    """Erase tensors that the graph makes and writes, with their views and the writes, where nothing else reads them."""
+    sharing: dict[int, set[Node]] = defaultdict(set)
+    for node in gm.graph.nodes:
+        for each in storages(node) or ():
+            sharing[each].add(node)
+    unread = [group for group in sharing.values() if len(group) > 1 and _is_written_only(group)]
+    doomed = set().union(*unread)
+    for node in reversed(list(gm.graph.nodes)):
+        if node in doomed:
+            gm.graph.erase_node(node)
+
+
+def _is_written_only(group: set[Node]) -> bool:
+    """Whether the nodes that share a memory do nothing but make it, view it and write to it."""
+    return all(
+        group.issuperset(node.users) and (_only_computes(node) or (_is_write(node) and group >= written_inputs(node)))
+        for node in group
+    )
+
+
+def _is_write(node: Node) -> bool:
+    """Whether a node does nothing but write to one of its inputs, which it returns."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    return schema(node.target).is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _only_computes(node: Node) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -82,3 +85,43 @@ def test_results_that_nothing_reads_leave_and_effects_stay() -> None:
     assert "aten.exp.default" not in left
     gm.recompile()
     assert torch.equal(gm(X), X * 2 + 1)
+
+
+class Copies(nn.Module):
+    """Writes parts of a result to a tensor, as BigBird does with its weights; ``read`` says what becomes of it."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        self.register_buffer("kept", torch.zeros(4, 4))
+
+    def forward(self, x):
+        y = x.softmax(-1)
+        copied = self.kept if self.read == "buffer" else x.clone() if self.read == "clone" else torch.zeros(4, 4)
+        copied[:2] = y[:2]
+        copied.view(2, 2, 4)[:, 1] = y[2:]
+        if self.read == "view":
+            return y @ x, copied[0]
+        if self.read == "value":
+            return y @ x + copied
+        if self.read == "random":
+            copied.uniform_()
+        return y @ x
+
+
+@pytest.mark.parametrize(
+    ("read", "stays"),
+    [("", False), ("clone", False), ("view", True), ("value", True), ("buffer", True), ("random", True)],
+)
+def test_memory_that_is_only_written_leaves(read, stays) -> None:
+    model, x = Copies(read), torch.randn(4, 4)
+    gm = torch.export.export(copy.deepcopy(model), (x,)).module()
+    softmax = next(node for node in gm.graph.nodes if "softmax" in node.name)
+    assert len(softmax.users) > 1
+    erase_unread_results(gm)
+    gm.graph.lint()
+    gm.recompile()
+    assert (len(softmax.users) > 1) == stays
+    torch.testing.assert_close(gm(x), model(x), atol=0, rtol=0)
+    if read == "buffer":
+        assert torch.equal(gm.kept, model.kept)
