@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qframework.backend.lowering import Lowering
+from qframework.backend.lowering import Lowering, erase_unused
 from qframework.backend.quantized_linear import int8_linear_arguments
 from qframework.backend.watched_values import Operand, WatchedValues, is_followed, is_written
 from qframework.compat.dispatch import FakeTensor
@@ -44,11 +44,7 @@ from qframework.kernels.linear.tile import MAX_FEW_ROWS
 from qframework.kernels.runtime.chip import capability_of
 
 _ours = torch.ops.qframework
-_int8_linear, _quantize, _dynamic_quantize = (
-    _ours.int8_linear.default,
-    _ours.quantize.default,
-    _ours.dynamic_quantize.default,
-)
+_int8_linear, _quantize = _ours.int8_linear.default, _ours.quantize.default
 _pad, _slice = torch.ops.aten.constant_pad_nd.default, torch.ops.aten.slice.Tensor
 ALIGNMENT = 64  # bytes
 _COPIED = 16  # bytes: rows of other widths would be copied
@@ -88,8 +84,8 @@ class _Aligning:
         if node.target is not _int8_linear or node.kwargs:
             return False
         call, lowering = int8_linear_arguments(node), self._lowering
-        x = fake_value(call.a)
-        if x is None or capability_of(x.device) != (9, 0) or _rows(x) < FEWEST_ROWS:
+        x, result = fake_value(call.a), fake_value(node)
+        if x is None or result is None or capability_of(x.device) != (9, 0) or _rows(x) < FEWEST_ROWS:
             return False
         kept = node in lowering.converted or all(map(lowering.scales.owns, (call.b, call.b_scale)))
         return kept and all(is_followed(each, lowering) for each in _parameters(node))
@@ -97,16 +93,15 @@ class _Aligning:
     def plan(self, node: Node) -> None:
         """Decide on a layer's input, and on the widths of its weight."""
         call = int8_linear_arguments(node)
-        x, result = fake_value(call.a), fake_value(node)
-        if x is None or result is None or not isinstance(x.shape[-1], int):
-            return
+        outputs, inputs = self._value(call.b).shape
         if call.a not in self._inputs:
-            self._inputs[call.a], self._widths[call.a] = self._aligned(call.a, x.shape[-1])
-        if self._widths[call.a] != x.shape[-1]:
+            self._inputs[call.a], self._widths[call.a] = self._aligned(call.a, inputs)
+        if self._inputs[call.a] is not call.a or self._widths[call.a] != inputs:
             self._columns[node] = self._widths[call.a]
-        outputs = result.shape[-1]
-        if result.is_floating_point() and outputs * result.dtype.itemsize % _STORED and call.residual is None:
-            self._cut(node, _round_up(outputs, _STORED // result.dtype.itemsize))
+        result = fake_value(node)
+        stored = None if result is None or call.residual is not None else result.dtype.itemsize
+        if stored is not None and stored > 1 and outputs * stored % _STORED:
+            self._cut(node, _round_up(outputs, _STORED // stored))
 
     def _aligned(self, a: Node, inputs: int) -> tuple[Node, int]:
         """``a (..., K)`` with longer rows and zeros behind K, or as it is, and the width of its rows."""
@@ -139,10 +134,9 @@ class _Aligning:
     def _cut(self, node: Node, width: int) -> None:
         """Let a layer compute ``width`` results, of which its readers get the first."""
         fake = fake_value(node)
-        assert isinstance(fake, FakeTensor)
-        whole = fake.new_empty((*fake.shape[:-1], width))
-        part = whole[..., : fake.shape[-1]]
-        assert isinstance(part, FakeTensor)
+        if not isinstance(fake, FakeTensor):
+            return
+        part: Any = fake.new_empty((*fake.shape[:-1], width))[..., : fake.shape[-1]]
         moved = follow_strides(node, part)
         if moved is None:
             return
@@ -185,13 +179,16 @@ class _Aligning:
             call = int8_linear_arguments(node)
             outputs, inputs = self._value(call.b).shape
             more = self._rows.get(node, outputs) - outputs
-            padded = {"b": self._pad(node, call.b, (0, self._columns.get(node, inputs) - inputs, 0, more))}
+            frozen = node not in self._lowering.converted  # what passes join and add to it is not: biases
+            columns = self._columns.get(node, inputs) - inputs
+            padded = {"b": self._pad(call.b, (0, columns, 0, more), watch=not frozen)}
             for name, fill in (("b_scale", 1), ("bias", 0), ("out_scale", 1)):
                 each = getattr(call, name)
                 if each is not None and (name == "bias" or is_per_channel(self._value(each), outputs)):
-                    padded[name] = self._pad(node, each, (0, more), fill)
+                    padded[name] = self._pad(each, (0, more), fill, watch=not frozen or name != "b_scale")
             a = self._inputs[call.a] if node in self._columns else call.a
             node.args = tuple(call._replace(a=a, **padded))
+            erase_unused(self._lowering.gm, call.a)
             fake = fake_value(node)
             if more and fake is not None:
                 record_value(node, fake.new_empty((*fake.shape[:-1], outputs + more)))
@@ -199,8 +196,8 @@ class _Aligning:
                 if self._lowering.scales.owns(each):
                     self._lowering.scales.remove(each)
 
-    def _pad(self, layer: Node, parameter: Node, more: tuple[int, ...], fill: int = 0) -> Node:
-        """A buffer with a layer's parameter and ``fill`` around it."""
+    def _pad(self, parameter: Node, more: tuple[int, ...], fill: int = 0, *, watch: bool) -> Node:
+        """A buffer with a layer's parameter and ``fill`` around it, computed again after writes if ``watch`` is set."""
         if not any(more):
             return parameter
         lowering, operand = self._lowering, Operand(parameter, self._lowering.constants)
@@ -210,7 +207,7 @@ class _Aligning:
 
         with torch.no_grad():
             buffer = lowering.scales.buffer(compute(self._value(parameter)))
-        if layer in lowering.converted or not lowering.scales.owns(parameter):
+        if watch:
             self.watched.add(lowering.constants.value(buffer), compute, [operand])
         return buffer
 
@@ -246,9 +243,10 @@ def swaps_last(x: Node) -> bool:
         return False
     *others, before, last = range(fake.ndim)
     if operation(x) == "transpose":
-        first, second = argument(x, 1, "dim0"), argument(x, 2, "dim1")
-        return {first % fake.ndim, second % fake.ndim} == {before, last}
+        given: Any = argument(x, 1, "dim0"), argument(x, 2, "dim1")
+        return all(isinstance(dim, int) for dim in given) and {dim % fake.ndim for dim in given} == {before, last}
     if operation(x) == "permute":
-        given: Any = x.args[1:] if isinstance(argument(x, 1, "dims"), int) else argument(x, 1, "dims")
-        return [dim % fake.ndim for dim in given] == [*others, last, before]
+        given = x.args[1:] if isinstance(argument(x, 1, "dims"), int) else argument(x, 1, "dims")
+        known = all(isinstance(dim, int) for dim in given)
+        return known and [dim % fake.ndim for dim in given] == [*others, last, before]
     return False

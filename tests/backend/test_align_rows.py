@@ -112,6 +112,16 @@ def test_a_dynamic_model_pads_behind_its_quantization():
     assert count(gm, PAD) == 1
 
 
+@pytest.mark.parametrize("tokens", [9, 64])
+def test_the_transposed_copy_is_read_for_any_number_of_tokens(tokens):
+    x = torch.randn(2, tokens, 64)
+    result, expected, gm, _ = aligned(converted(Mixer(tokens), x, static_int8()), x)
+    assert torch.equal(result, expected)
+    (linear,) = (node for node in gm.graph.nodes if node.target is INT8_LINEAR)
+    assert linear.args[0].target is TRANSPOSE
+    assert count(gm, OURS.quantize.default) == 1, "what only the layer read is gone"
+
+
 @pytest.mark.parametrize("outputs", [9, 64])
 @pytest.mark.parametrize(
     "turn",
@@ -181,6 +191,25 @@ def test_merged_weights_follow_writes(monkeypatch):
             parameter.copy_(parameter.flip(0))
     assert torch.equal(compiled(x), aligned(model, x)[1])
     assert not torch.equal(compiled(x), result)
+
+
+def test_biases_of_frozen_layers_that_are_joined_follow_writes():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 9), nn.Linear(64, 10)
+
+        def forward(self, x):
+            return torch.cat([self.a(x), self.b(x)], -1).relu()
+
+    model, x = Both(), torch.randn(2, 7, 64)
+    result, expected, gm, compiled = aligned(model, x, **FROZEN)
+    assert torch.equal(result, expected)
+    assert layers(gm) == [(20, 64, 64, 20)]
+    model.a.bias.add_(1)
+    again = compiled(x)
+    assert torch.equal(again, aligned(model, x, **FROZEN)[1])
+    assert not torch.equal(again, result)
 
 
 @pytest.mark.parametrize("why", ["few rows", "aligned", "long", "another reader", "no Hopper"])
