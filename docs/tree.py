@@ -22,7 +22,7 @@ ROOMS = (
 COLUMN = 28  # where descriptions begin
 ROOMS_OF = {
     "kernels": (
-        *("runtime", "quantize", "hadamard", "norm", "add_norm", "depthwise"),
+        *("runtime", "quantize", "transpose", "hadamard", "norm", "add_norm", "depthwise"),
         *("linear", "attention", "blocks", "packaged"),
     )
 }
