@@ -49,7 +49,8 @@ NEEDS_GRADIENTS = {
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 SINKS = "it has sinks, with which no kernel was measured. Use 'sage' or the name of a variant to quantize it"
 SOFTCAP = (
-    "its logits have a soft cap, with which no kernel was measured. Use 'sage' or the name of a variant to quantize it"
+    "its logits have a soft cap, with which kernels are faster than products and a softmax, but slower with a sliding "
+    "window, and no model was measured. Use 'sage' or the name of a variant to quantize it"
 )
 
 _FEW_TOKENS = 32  # queries and keys up to which products and a softmax of odd heads were faster than a fused kernel
@@ -63,10 +64,10 @@ def lower_attention(lowering: Lowering) -> None:
     """Replace every attention that the operator supports; report on every attention.
 
     The option is ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (as ``"sage"``, unless PyTorch's is
-    faster, or there are sinks or a soft cap, with which no kernel was measured), the name of a variant (everywhere) or
-    ``"off"``. A mapping gives one of these for each layer: ``"auto"`` then means ``"sage"``, and layers that it does
-    not name stay off. The second attention of a layer ``name`` is ``name#1``; without such an entry it is treated like
-    the first.
+    faster, or there are sinks, with which no kernel was measured, or a soft cap, with which no model was), the name of
+    a variant (everywhere) or ``"off"``. A mapping gives one of these for each layer: ``"auto"`` then means ``"sage"``,
+    and layers that it does not name stay off. The second attention of a layer ``name`` is ``name#1``; without such an
+    entry it is treated like the first.
     """
     gm, option = lowering.gm, lowering.options.attention
     name_shapes(gm)
