@@ -215,8 +215,7 @@ def _build_transformers(
         given = {**known, **sizes}
         small = {name: x for name, x in _SMALL.items() if type(given.get(name)) is type(x)}
         if given.get("num_key_value_heads") == given.get("num_attention_heads"):
-            small.pop("num_key_value_heads", None)
-            sizes = {name: x for name, x in sizes.items() if name != "num_key_value_heads"}
+            small["num_key_value_heads"] = small["num_attention_heads"]
         sizes = {**tokens, **sizes, **small}
     return wrapper(spread(getattr(transformers, model)(make(**sizes))))
 

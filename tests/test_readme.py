@@ -123,7 +123,8 @@ def test_rows_of_architectures_are_of_the_newest_runs() -> None:
     from benchmarks.report import RESULTS, load_runs
     from benchmarks.tables import number
 
-    (device,) = report_families.devices(load_runs(RESULTS / report_families.FOLDER))
+    devices = report_families.devices(load_runs(RESULTS / report_families.FOLDER))
+    (device,) = (each for each in devices if "H100" in each.name)
     cases = {case["fp16"].record.model: case for case in device.cases if case["fp16"].record.batch != 1}
     readme = (ROOT / "README.md").read_text()
     for label, names in ARCHITECTURES.items():

@@ -12,6 +12,8 @@ float64) fall back to PyTorch's attention, with a soft cap to plain torch, and a
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,8 +29,9 @@ from qframework.errors import UnsupportedError
 from qframework.import_hook import when_imported
 from qframework.kernels.attention.variants import AttentionVariant
 
-# Arguments that change the result and that no variant supports: attention sinks.
-_REFUSED = ("s_aux",)
+# Arguments that change the result and that no variant supports: attention sinks (GPT-OSS, Inkling 2), and blocks of
+# keys (MiniMax M3).
+_REFUSED = ("s_aux", "sinks", "block_indices")
 
 
 def register(name: str = "qframework", *, variant: str | AttentionVariant = "auto", smooth_k: bool = True) -> None:
@@ -48,9 +51,35 @@ def register(name: str = "qframework", *, variant: str | AttentionVariant = "aut
 
     variant = checked_spec(variant)
     AttentionInterface.register(name, attention_function(variant, smooth_k))
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, partial(_mask, sdpa_mask))
     when_imported(SAM, partial(_register_sam, name, variant, smooth_k))
     when_imported(SAM_HQ, partial(_register_sam_hq, name, variant, smooth_k))
+
+
+def _mask(make: Callable[..., Tensor | None], *sizes: Any, config: Any = None, **options: Any) -> Tensor | None:
+    """transformers' mask; never None, which stands for a flag of the module, where that flag may be wrong.
+
+    Models that transformers does not run with PyTorch's attention may lack the flag (Splinter) or have another one than
+    their mask (NLLB-MoE). Before layers that share keys Gemma 4 drops queries, and with them its mask.
+    """
+    if getattr(config, "num_kv_shared_layers", 0) or not _has_flags(type(config)):
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return make(*sizes, config=config, **options)
+
+
+@torch.compiler.assume_constant_result  # Dynamo calls it while tracing
+@functools.cache
+def _has_flags(configuration: type) -> bool:
+    """Whether all models of a configuration say themselves what a missing mask means."""
+    from transformers import PreTrainedModel
+
+    name = configuration.__module__.replace(".configuration_", ".modeling_")
+    models: list[Any] = [
+        each
+        for each in vars(sys.modules.get(name, object)).values()
+        if isinstance(each, type) and issubclass(each, PreTrainedModel) and each.__module__ == name
+    ]
+    return all(each._supports_sdpa for each in models) or hasattr(configuration, "attn_logit_softcapping")
 
 
 def _register_sam(name: str, variant: str, smooth_k: bool) -> None:
@@ -90,14 +119,20 @@ def _attention_forward(
     position_bias: Tensor | None = None,
     cache: Any = None,
     softcap: float | None = None,
+    indices: Tensor | None = None,
     *,
     variant: str,
     smooth_k: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``query (B, Hq, Nq, D)``, ``key`` and ``value (B, Hkv, Nk, D)`` to ``(B, Nq, Hq, D)``; no attention weights."""
+    """``query (B, Hq, Nq, D)``, ``key`` and ``value (B, Hkv, Nk, D)`` to ``(B, Nq, Hq, D)``; no attention weights.
+
+    ``indices (B, Nq, k)`` are the keys that each query sees (DeepSeek V3.2), if ``attention_mask`` lets it.
+    """
     _refuse(module, cache, kwargs)
     tokens = query.shape[2]
+    if indices is not None and indices.shape[-1] < key.shape[2]:
+        attention_mask = _only(indices, attention_mask, key.shape[2])
     store = store_of(key, value)
     if store is not None:
         if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None:
@@ -129,6 +164,15 @@ def _refuse(module: torch.nn.Module, cache: Any, kwargs: dict[str, Any]) -> None
             f"{type(module).__name__}: {' and '.join(seen)} must be None with attn_implementation='qframework'. Use "
             "'eager' or the implementation that the model recommends"
         )
+
+
+def _only(indices: Tensor, mask: Tensor | None, keys: int) -> Tensor:
+    """``mask`` of the selected keys alone; models that select keys always give one, which includes causality."""
+    if mask is None:
+        raise UnsupportedError("attn_implementation='qframework': attention_mask must be given with indices, got None")
+    others = indices.new_ones((*indices.shape[:2], keys), dtype=torch.bool)
+    others = others.scatter(-1, indices.long(), False).unsqueeze(1)
+    return mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:

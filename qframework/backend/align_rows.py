@@ -42,6 +42,7 @@ from qframework.graph.strides import follow_strides
 from qframework.kernels.linear.arguments import is_per_channel
 from qframework.kernels.linear.tile import MAX_FEW_ROWS
 from qframework.kernels.runtime.chip import capability_of
+from qframework.numerics import MAX_INT8_PRODUCTS
 
 _ours = torch.ops.qframework
 _int8_linear, _quantize = _ours.int8_linear.default, _ours.quantize.default
@@ -74,6 +75,7 @@ class _Aligning:
         self._widths: dict[Node, int] = {}  # of those rows
         self._columns: dict[Node, int] = {}  # of a layer's weight, as many as it will have
         self._rows: dict[Node, int] = {}
+        self._buffers: dict[Any, Node] = {}  # padded, which layers share that share a parameter
         layers = [node for node in lowering.gm.graph.nodes if self._is_known(node)]
         if is_written([each for node in layers for each in _parameters(node)], lowering):
             layers = [node for node in layers if not is_written(_parameters(node), lowering)]
@@ -109,6 +111,8 @@ class _Aligning:
         assert fake is not None
         scale = self._lowering.constants.value(argument(a, 1, "scale")) if a.target is _quantize else None
         width = _round_up(inputs, ALIGNMENT)
+        if width > MAX_INT8_PRODUCTS:  # which the operator refuses
+            return a, inputs
         one = scale is not None and scale.numel() == 1
         if one and isinstance(x, Node) and swaps_last(x) and _rows(fake) * width >= TURNED:
             return self._transposed(a, x, width), width
@@ -200,6 +204,9 @@ class _Aligning:
         """A buffer with a layer's parameter and ``fill`` around it, computed again after writes if ``watch`` is set."""
         if not any(more):
             return parameter
+        kind = parameter, more, fill, watch
+        if kind in self._buffers:
+            return self._buffers[kind]
         lowering, operand = self._lowering, Operand(parameter, self._lowering.constants)
 
         def compute(value: Tensor) -> Tensor:
@@ -209,6 +216,7 @@ class _Aligning:
             buffer = lowering.scales.buffer(compute(self._value(parameter)))
         if watch:
             self.watched.add(lowering.constants.value(buffer), compute, [operand])
+        self._buffers[kind] = buffer
         return buffer
 
     def _value(self, node: Node) -> Tensor:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from qframework.arguments import described
 from qframework.errors import UnsupportedError
@@ -36,8 +37,9 @@ class FloatCall(NamedTuple):
 
     def is_default(self, name: str, value: Any) -> bool:
         """Whether the model does the same without this argument."""
-        if value is None and self.any_name and name not in self.signature.parameters:
-            return True
+        parameter = self.signature.parameters.get(name)
+        if value is None and (self.any_name if parameter is None else parameter.default is None):
+            return True  # as if left out
         return name in self.defaults and _is_same(value, self.defaults[name])
 
 
@@ -67,23 +69,35 @@ def float_call(model: nn.Module) -> FloatCall | None:
 
 
 def accept_float_calls(
-    forward: Callable[..., Any], call: FloatCall, example: Mapping[str, Any]
+    forward: Callable[..., Any], call: FloatCall, example: Mapping[str, Any], traced: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
     """``forward``, a function of ``self`` and the inputs of ``example`` in that order, for calls of the float model.
 
-    Returns None if the float model has no inputs of these names.
+    ``traced`` has the values that the graph was captured with: symbols for what may vary. Returns None if the float
+    model has no inputs of these names.
     """
     names, count = tuple(example), len(example)
     if not all(name in call.signature.parameters or call.any_name for name in names):
         return None
-    constants = {name: value for name, value in example.items() if isinstance(value, _CONSTANTS)}
+    # PyTorch checks no input of a model of which the example names one that only its **kwargs take (one_call.py).
+    unchecked = not all(name in call.signature.parameters for name in names)
+    symbols = {name for name, value in traced.items() if isinstance(value, torch.SymInt | torch.SymFloat)}
+    kinds = (*_CONSTANTS, int, float) if unchecked else _CONSTANTS
+    constants = {name: value for name, value in example.items() if isinstance(value, kinds) and name not in symbols}
+    tensors = {name: value for name, value in traced.items() if isinstance(value, Tensor) and unchecked}
+    sizes = {name: tuple(n if isinstance(n, int) else None for n in value.shape) for name, value in tensors.items()}
     in_order = not constants and names == call.positional[:count]
 
     def forward_like_float(self: Any, *args: Any, **kwargs: Any) -> Any:
         if in_order and len(args) == count and not kwargs:
             return forward(self, *args)
-        return forward(self, *_values(call, names, constants, args, kwargs))
+        values = _values(call, names, constants, args, kwargs)
+        if sizes:
+            _check_sizes(call, sizes, dict(zip(names, values, strict=True)))
+        return forward(self, *values)
 
+    # Dynamo counts compilations by code object, and runs the ninth one without compiling it: each model has its own.
+    forward_like_float.__code__ = forward_like_float.__code__.replace()
     forward_like_float.__signature__ = _signature(call, names)  # type: ignore[attr-defined]
     return forward_like_float
 
@@ -134,6 +148,17 @@ def _values(
             left_out = "be left out" if default is None else f"be left out or {default!r}"
             raise _unlike_example(call, name, left_out, value)
     return values
+
+
+def _check_sizes(call: FloatCall, sizes: Mapping[str, tuple[int | None, ...]], values: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a tensor of which a size that is fixed is not the example's; None is any size."""
+    for name, wanted in sizes.items():
+        x = values[name]
+        found = x.shape if isinstance(x, Tensor) else ()
+        same = isinstance(x, Tensor) and len(found) == len(wanted)
+        if not same or not all(n is None or size == n for size, n in zip(found, wanted, strict=True)):
+            shape = ", ".join("*" if n is None else str(n) for n in wanted)
+            raise _unlike_example(call, name, f"be a tensor of shape ({shape})", x)
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -75,8 +75,10 @@ class QuantizedModel(GraphModule):
             names = [name for name in inspect.signature(type(self).forward).parameters if name != "self"]
             args, kwargs = self._call
             example = dict(zip(names, [*args, *kwargs.values()], strict=False))
-            accepting = accept_float_calls(type(self).forward, call, example) if len(example) == len(names) else None
-            type(self).forward = accepting or type(self).forward
+            traced = {node.name: node.meta.get("val") for node in self.graph.find_nodes(op="placeholder")}
+            if len(example) == len(names):
+                accepting = accept_float_calls(type(self).forward, call, example, traced)
+                type(self).forward = accepting or type(self).forward
         return code
 
     def save(self, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> None:

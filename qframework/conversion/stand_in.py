@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +45,7 @@ def record_module(module: nn.Module, name: str = "") -> ModuleRecord:
     static = [vars(kind) for kind in reversed(type(module).__mro__) if kind not in nn.Module.__mro__]
     members = {key: value for one in static for key, value in one.items() if not key.startswith("_")}
     found = {key: value for key, value in {**members, **vars(module)}.items() if not key.startswith("_")}
-    found |= {key: getattr(module, key, _MISSING) for key in _COMPUTED if isinstance(members.get(key), property)}
+    found |= {key: _computed(module, key) for key in _COMPUTED if isinstance(members.get(key), property)}
     return ModuleRecord(
         name,
         type(module).__name__,
@@ -61,6 +60,14 @@ def record_module(module: nn.Module, name: str = "") -> ModuleRecord:
     )
 
 
+def _computed(module: nn.Module, key: str) -> Any:
+    """A property; some read the first parameter, of a module that has none."""
+    try:
+        return getattr(module, key)
+    except Exception:  # noqa: BLE001 (the model's code may raise anything)
+        return _MISSING
+
+
 def _is_kept(name: str, value: Any) -> bool:
     return _is_plain(value) or (name == "device" and isinstance(value, torch.device)) or _is_configuration(name, value)
 
@@ -68,7 +75,7 @@ def _is_kept(name: str, value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return all(_is_plain(getattr(value, field.name, None)) for field in dataclasses.fields(value))
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # other mappings may not be copied, as that of a class
         return all(_is_plain(part) for pair in value.items() for part in pair)
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_is_plain, value))

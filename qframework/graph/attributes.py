@@ -23,12 +23,17 @@ def attribute(model: GraphModule, node: Node) -> Tensor:
 
 
 def is_zeros_and_ones(node: Node) -> bool:
-    """Whether a node reads a buffer that holds nothing but zeros and ones and is never written, or a part of one."""
+    """Whether a node reads a buffer that holds nothing but zeros and ones and is never written, or a part of one.
+
+    Each of its rows must hold a one: where all keys of a row are hidden, they have equal weights.
+    """
     node, model = behind(node, _PARTS), node.graph.owning_module
     if node.op != "get_attr" or model is None or is_written(node):
         return False
     tensor = attribute(model, node)
-    return not isinstance(tensor, nn.Parameter) and bool(((tensor == 0) | (tensor == 1)).all())
+    if isinstance(tensor, nn.Parameter) or not tensor.ndim:
+        return False
+    return bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any(-1).all())
 
 
 def replace_attribute(model: GraphModule, node: Node, reader: Node, value: Tensor) -> Node:

@@ -19,6 +19,7 @@ from qframework.graph.einsum_linears import expand_exported_einsum_linears
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_products import expand_exported_products
 from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
+from qframework.graph.missing_values import share_memory_again
 from qframework.graph.out_of_place import write_out_of_place
 from qframework.graph.read_after_writes import read_after_writes
 from qframework.graph.replace_attention import name_shapes
@@ -191,6 +192,7 @@ class QFrameworkQuantizer(Quantizer):
         Linears that they do not see would be quantized all the same.
         """
         check_graph(model, "QFrameworkQuantizer: model")
+        share_memory_again(model)
         inline_scopes_of_layers(model)
         write_out_scalars(model)
         if self._names(LinearConfig):

@@ -39,6 +39,7 @@ from qframework.training.roles import held, is_converted
 log = logging.getLogger("qframework")
 _REPORT = "_int8_training_report"
 _NESTED = "_int8_training_nested"  # of an nn.TransformerEncoder that made nested tensors before its conversion
+_FAST_PATH = "_int8_training_fast_path"  # of an nn.TransformerEncoderLayer, its `activation_relu_or_gelu` before
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,10 @@ def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool, k
     for encoder in model.modules():
         if _makes_nested(encoder) and any(each in plan.news for each in encoder.modules()):
             encoder.use_nested_tensor, encoder.__dict__[_NESTED] = False, True
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and any(each in plan.news for each in layer.modules()):
+            # no fast path in evaluation, which reads the weights of the linears instead of calling them
+            layer.__dict__[_FAST_PATH], layer.activation_relu_or_gelu = layer.activation_relu_or_gelu, 0
     if plan.blocks and plan.mode == "per_block":
         _set_boundaries(model, plan, stochastic_gradients)
 
@@ -257,6 +262,8 @@ def _undo(model: nn.Module) -> None:
     for module in model.modules():
         if module.__dict__.pop(_NESTED, False):
             module.use_nested_tensor = True  # type: ignore[assignment]
+        if _FAST_PATH in module.__dict__:
+            module.activation_relu_or_gelu = module.__dict__.pop(_FAST_PATH)
         remove_hooks(module, BOUNDARIES)
         if is_converted(module):
             float_again(module)

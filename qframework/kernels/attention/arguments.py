@@ -223,11 +223,17 @@ def empty_result(query: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     return out if query.ndim > 3 else out.squeeze(1)
 
 
+MAX_SOFTCAP = 2.0**14
+"""The kernel's tanh makes a logit wrong by up to ``2**-22`` of the cap, here 0.004."""
+
+
 def check_softcap(name: str, softcap: float | None) -> None:
-    """Raise QFrameworkError unless ``softcap`` is None or a positive, finite number."""
+    """Raise QFrameworkError unless ``softcap`` is None or a positive number up to ``MAX_SOFTCAP``."""
     number = isinstance(softcap, int | float | torch.SymFloat) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and 0 < softcap < math.inf):
-        raise QFrameworkError(f"{name}: softcap must be None or a positive, finite number, got {softcap!r}")
+    if softcap is not None and not (number and 0 < softcap <= MAX_SOFTCAP):
+        raise QFrameworkError(
+            f"{name}: softcap must be None or a positive number up to {MAX_SOFTCAP:g}, got {softcap!r}"
+        )
 
 
 def check_dense(call: DenseArguments, name: str, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -120,6 +120,7 @@ def _attention(x: _Inputs, settings: _Settings) -> Tensor:
     if settings.softcap is not None:
         return _weighted_values(x, settings)
     mask, is_causal = _one_mask(x, settings.is_causal)
+    mask = mask if mask is None else torch.atleast_2d(mask)  # PyTorch's kernels read its last two sizes
     if mask is not None and mask.dtype != torch.bool:
         if _absorbs(mask):
             return _weighted_values(x, settings)

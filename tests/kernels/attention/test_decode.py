@@ -157,7 +157,7 @@ def test_a_mean_without_a_cap_changes_nothing(implementation, place):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"softcap": 0.0}, r"softcap must be None or a positive, finite number, got 0\.0"),
+        ({"softcap": 0.0}, r"softcap must be None or a positive number up to 16384, got 0\.0"),
         ({"key_mean": torch.zeros(1, 2, 31)}, r"key_mean must have shape \(1, 2, 32\), got \(1, 2, 31\)"),
         ({"key_mean": torch.zeros(1, 2, 32).half()}, "key_mean must have dtype float32, got torch.float16"),
     ],
