@@ -216,6 +216,8 @@ class Logits:
             product, fill = (_scaled(each) if isinstance(each, Node) else None for each in (kept, hidden))
             if product is None or fill is None or not isinstance(fill[1], float) or factor * fill[1] > NO_WEIGHT:
                 continue
+            if operation(kept) != "mul":
+                continue
             keep = _taken_from_one(fill[0])
             if keep is None or keep not in product or not is_zeros_and_ones(keep):
                 continue
