@@ -214,7 +214,7 @@ def _build_transformers(
         tokens = {name: 0 for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
         given = {**known, **sizes}
         small = {name: x for name, x in _SMALL.items() if type(given.get(name)) is type(x)}
-        if given.get("num_key_value_heads") == given.get("num_attention_heads"):
+        if "num_key_value_heads" in small and given["num_key_value_heads"] == given["num_attention_heads"]:
             small["num_key_value_heads"] = small["num_attention_heads"]
         sizes = {**tokens, **sizes, **small}
     return wrapper(spread(getattr(transformers, model)(make(**sizes))))
