@@ -1,4 +1,4 @@
-"""``nn.TransformerEncoder``, which makes nested tensors of padded inputs in evaluation."""
+"""``nn.TransformerEncoder``, which in evaluation makes nested tensors and has a fast path that calls no linear."""
 
 from __future__ import annotations
 
@@ -47,6 +47,24 @@ def test_a_restored_encoder_makes_nested_tensors_again() -> None:
         convert_to_int8_training(each, keep_float=KEPT, skip_slower=False)
         assert not each.use_nested_tensor
         assert bool(restore_float(each).use_nested_tensor) is makes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("keep", [[], KEPT], ids=["", "kept"])
+def test_evaluation_is_quantized_as_training_is(mode: Any, keep: list[str]) -> None:
+    """PyTorch's fast path would multiply the float weights."""
+    model = encoder().eval()
+    converted = convert_to_int8_training(copy.deepcopy(model), mode=mode, keep_float=keep, skip_slower=False)
+    x = torch.randn(2, 12, 64)
+    wanted, trained, evaluated = model(x), converted.train()(x), converted.eval()(x)
+    assert 30 < sqnr_db(wanted, evaluated) < 70
+    assert sqnr_db(trained, evaluated) > 80
+    restored = restore_float(converted)
+    assert torch.equal(restored(x), wanted)
+    for layer, before in zip(restored.layers, model.layers, strict=True):
+        assert layer.activation_relu_or_gelu == before.activation_relu_or_gelu
+        assert layer.__dict__.keys() == before.__dict__.keys()
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])

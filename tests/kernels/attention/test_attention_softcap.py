@@ -192,14 +192,20 @@ def test_a_bias_of_keys_is_smoothed_away_and_comes_back(implementation, place, s
     assert float((exact.out - uncapped.out).norm() / exact.out.norm()) > 0.3
 
 
-@pytest.mark.parametrize("softcap", [0.0, -1.0, math.inf, math.nan])
-def test_a_cap_must_be_positive_and_finite(softcap):
+@pytest.mark.parametrize("softcap", [0.0, -1.0, 2.0**14 + 1, math.inf, math.nan])
+def test_a_cap_must_be_positive_and_at_most_16384(softcap):
     x = torch.randn(1, 2, 9, 16)
     starts = torch.tensor([0, 9], dtype=torch.int32)
     with pytest.raises(QFrameworkError, match=r"sage_attention: softcap must be .*positive number up to 16384, got"):
         torch.ops.qframework.sage_attention(x, x, x, softcap=softcap)
-    with pytest.raises(QFrameworkError, match=r"sage_attention_varlen: softcap must be .*, got"):
+    with pytest.raises(QFrameworkError, match=r"sage_attention_varlen: softcap must be .*up to 16384, got"):
         torch.ops.qframework.sage_attention_varlen(x[0], x[0], x[0], starts, starts, 9, 9, softcap=softcap)
+
+
+def test_a_cap_of_16384_is_accepted():
+    x = torch.randn(1, 2, 9, 16)
+    out, _ = torch.ops.qframework.sage_attention(x, x, x, softcap=2.0**14)
+    assert out.isfinite().all()
 
 
 @pytest.mark.interpreter
