@@ -79,9 +79,9 @@ def test_a_layer_writes_aligned_rows_for_the_next(width, aligned_to, config):
     assert layers(gm) == [(aligned_to, 128, 128, aligned_to), (128, aligned_to, aligned_to, 128)]
     assert count(gm, PAD) == 0
     model.get_parameter("fc2.bias").copy_(torch.randn(128))
-    for name, parameter in model.named_parameters():
-        if "scale" not in name and parameter.dtype == torch.int8:
-            parameter.copy_(parameter.flip(0))
+    for weight in model.buffers():
+        if weight.dtype == torch.int8:
+            weight.copy_(weight.flip(0))
     again, expected, *_ = compiled(x), *aligned(model, x)[1:2]
     assert torch.equal(again, expected), "written weights are padded again"
     assert not torch.equal(again, result)
@@ -168,6 +168,36 @@ def test_one_input_of_several_layers_is_padded_once():
     assert torch.equal(result, expected)
     assert count(gm, PAD) == 1
     assert {each[1:3] for each in layers(gm)} == {(80, 80)}
+
+
+def test_a_layer_that_is_called_twice_has_one_padded_weight():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.fc = nn.LayerNorm(72), nn.Linear(72, 72)
+
+        def forward(self, x):
+            return self.fc(self.norm(self.fc(x))).relu()
+
+    x = torch.randn(2, 7, 72)
+    model = converted(Twice(), x)
+    result, expected, gm, compiled = aligned(model, x)
+    assert torch.equal(result, expected)
+    first, second = (node for node in gm.graph.nodes if node.target is INT8_LINEAR)
+    assert first.args[2] is second.args[2]
+    assert [weight.shape for weight in gm.buffers() if weight.shape[-1] == 80 and weight.ndim == 2] == [(72, 80)]
+    (weight,) = (each for each in model.buffers() if each.dtype == torch.int8 and each.ndim == 2)
+    weight.copy_(weight.flip(0))
+    assert torch.equal(compiled(x), aligned(model, x)[1])
+    assert not torch.equal(compiled(x), result)
+
+
+def test_inputs_that_are_too_long_to_be_padded_stay():
+    """An INT32 sum of more than 131,071 products may overflow, so the operator takes no more."""
+    x = torch.randn(2, 3, 131_070)
+    result, expected, gm, _ = aligned(converted(nn.Sequential(nn.Linear(131_070, 4), nn.ReLU()), x), x)
+    assert torch.equal(result, expected)
+    assert layers(gm)[0][1:3] == (131_070, 131_070)
 
 
 def test_merged_weights_follow_writes(monkeypatch):

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lowered_models import count, without_inductor
 from quantized_models import MLP
-from torch import Tensor
+from torch import Tensor, nn
 
 import qframework
 from qframework.errors import UnsupportedError
@@ -43,6 +44,51 @@ def test_arguments_that_change_nothing_may_be_passed() -> None:
         lambda: torch.compile(model, backend="eager", fullgraph=True)(X, mask=None, return_dict=True),
     ):
         assert torch.equal(call(), expected)
+
+
+@pytest.mark.parametrize("name", ["mask", "return_dict"])
+def test_none_is_accepted_where_it_is_the_default(name) -> None:
+    """Also where the model then reads its configuration, and has no ``**kwargs``."""
+
+    class Named(MLP):
+        config = SimpleNamespace(return_dict=True)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, return_dict: bool | None = None) -> Tensor:
+            return super().forward(x)
+
+    model = qframework.quantize(Named().eval(), X, dynamic_int8())
+    assert torch.equal(model(X, **{name: None}), model(X))
+    with pytest.raises(UnsupportedError, match=f"QuantizedModel: input '{name}' must be left out"):
+        model(X, **{name: False})
+
+
+class Times(MLP):
+    """With factors that only ``**kwargs`` take, and code that depends on the batch."""
+
+    def forward(self, x: Tensor, **kwargs) -> Tensor:
+        return super().forward(x) * kwargs.get("times", 2) / x.shape[0]
+
+
+@pytest.mark.parametrize("value", [3, 1.5])
+def test_numbers_that_only_kwargs_take_are_those_of_the_example(value) -> None:
+    model = Times().eval()
+    quantized = qframework.quantize(model, {"x": X, "times": value}, dynamic_int8(), dynamic_shapes=None)
+    torch.testing.assert_close(quantized(X, times=value), model(X, times=value), atol=0.02, rtol=0)
+    for other in (value + 1, MASK):
+        with pytest.raises(UnsupportedError, match=rf"QuantizedModel: input 'times' must be {value}, .* got"):
+            quantized(X, times=other)
+
+
+def test_sizes_beside_what_only_kwargs_take_are_those_of_the_example() -> None:
+    model, more = Times().eval(), torch.randn(5, 16)
+    fixed = qframework.quantize(model, {"x": X, "times": 3}, dynamic_int8(), dynamic_shapes=None)
+    for other in (more, X[0], X[:, :8]):
+        with pytest.raises(UnsupportedError, match=r"input 'x' must be a tensor of shape \(2, 16\), .* got a tensor of"):
+            fixed(other, times=3)
+    varied = qframework.quantize(model, {"x": X, "times": 3}, dynamic_int8())
+    torch.testing.assert_close(varied(more, times=3), model(more, times=3), atol=0.02, rtol=0)
+    with pytest.raises(UnsupportedError, match=r"input 'x' must be a tensor of shape \(\*, 16\), .* got a tensor of"):
+        varied(X[:, :8], times=3)
 
 
 def test_constants_of_the_example_may_be_left_out() -> None:
@@ -97,3 +143,14 @@ def test_wrong_calls_are_those_of_python() -> None:
 
 def test_the_signature_is_that_of_the_float_model() -> None:
     assert [*inspect.signature(quantized(X).forward).parameters] == ["x", "mask", "scale", "twice", "kwargs"]
+
+
+@torch.no_grad()
+def test_each_model_of_a_process_is_compiled(fresh_dynamo) -> None:
+    """Not only the first eight, all that Dynamo compiles of one function."""
+    models = [qframework.quantize(nn.Linear(16, 4).eval(), X, dynamic_int8()) for _ in range(9)]
+    graphs = []
+    for model in models:
+        torch.compile(model, backend=without_inductor(graphs))(X)
+    linears = [count(graph, torch.ops.qframework.int8_linear.default) for graph in graphs]
+    assert sum(linears) == len(models)

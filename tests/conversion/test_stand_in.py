@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import types
 import weakref
 
 import pytest
@@ -149,6 +150,39 @@ def whisper() -> transformers.WhisperForConditionalGeneration:
 
 
 LAYERS = {"layers": 2, "attention_heads": 2, "ffn_dim": 128}
+
+
+class Empty(nn.Module):
+    """As a part of a model of transformers: its device is that of a parameter, and it has none."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+class WithoutDevice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.part = nn.Linear(16, 8), Empty()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+class WithMapping(WithoutDevice):
+    kinds = types.MappingProxyType({"a": 1})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Identity()
+
+
+@pytest.mark.parametrize(("kind", "missing"), [(WithoutDevice, "part.device"), (WithMapping, "kinds")])
+def test_attributes_that_cannot_be_read_or_copied_are_left_out(kind, missing) -> None:
+    found, x = quantized(kind().eval(), (torch.randn(2, 16),)), torch.randn(2, 16)
+    *path, name = missing.split(".")
+    assert not hasattr(found.get_submodule(".".join(path)), name)
+    assert torch.equal(copy.deepcopy(found)(x), found(x))
 
 
 @torch.no_grad()

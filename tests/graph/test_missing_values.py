@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 import qframework
 from qframework.compat.dynamo import recorded_value
 from qframework.graph.missing_values import record_missing_values
 from qframework.graph.writes import written_between
-from qframework.quantizer import QuantizationConfig, dynamic_int8, static_attention, static_int8
+from qframework.numerics import sqnr_db
+from qframework.quantizer import (
+    QFrameworkQuantizer,
+    QuantizationConfig,
+    calibrate,
+    dynamic_int8,
+    static_attention,
+    static_int8,
+)
 
 
 class Biased(nn.Module):
@@ -95,3 +106,41 @@ def test_dropout_in_place_that_is_inactive() -> None:
     assert report.lowered == report.total == 2, str(report)
     assert report.attention_lowered == report.attention_total == 1, str(report)
     assert any("residual" in layer.operator for layer in report.layers)
+
+
+class WritesPart(nn.Module):
+    """What is written through a view is read through its base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o, self.q = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.o(x)
+        part = y[:, :4]
+        part.mul_(3)
+        return self.q(y)
+
+
+class WritesWhole(WritesPart):
+    """What is written is read through an older view."""
+
+    def forward(self, x):
+        y = self.o(x)
+        part = y.view(-1, 64)
+        y.mul_(3)
+        return self.q(part)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [WritesPart, WritesWhole])
+def test_views_of_a_loaded_program_share_memory(model) -> None:
+    model, x, file = model().eval(), torch.randn(2, 8, 64), io.BytesIO()
+    expected = model(x)
+    torch.export.save(torch.export.export(model, (x,)), file)
+    file.seek(0)
+    prepared = prepare_pt2e(torch.export.load(file).module(), QFrameworkQuantizer().set_global(static_int8()))
+    calibrate(prepared, [x], progress=False)
+    quantized = convert_pt2e(prepared)
+    assert sqnr_db(expected, quantized(x)) > 25
+    assert not torch.equal(expected, quantized(x))

@@ -333,6 +333,18 @@ def test_keys_that_a_product_hides(x, config):
     assert count(quantized(model, QFrameworkQuantizer().set_global(config), x))[torch.ops.aten.softmax.int] == 1
 
 
+@pytest.mark.parametrize("config", [static_attention(), dynamic_attention("sage_b")])
+def test_a_row_of_which_a_product_hides_all_keys(x, config):
+    """There all keys have equal weights, which a mask does not give."""
+    fallbacks.clear()
+    model = nn.Sequential(KeptByProduct(torch.ones(7, 7).tril(-1))).eval()
+    converted = quantized(model, QFrameworkQuantizer().set_global(config), x)
+    nodes = count(converted)
+    assert (nodes[SDPA], nodes[SAGE], nodes[torch.ops.aten.softmax.int]) == (0, 0, 1)
+    assert len(fallbacks) == 1
+    torch.testing.assert_close(converted(x), model(x))
+
+
 def test_attention_spelled_out_stays_where_no_rule_wants_it(x):
     quantizer = QFrameworkQuantizer().set_global(static_attention()).set_module_name("0", None)
     converted = quantized(nn.Sequential(SpelledOut()), quantizer, x)
