@@ -83,7 +83,9 @@ def test_sizes_beside_what_only_kwargs_take_are_those_of_the_example() -> None:
     model, more = Times().eval(), torch.randn(5, 16)
     fixed = qframework.quantize(model, {"x": X, "times": 3}, dynamic_int8(), dynamic_shapes=None)
     for other in (more, X[0], X[:, :8]):
-        with pytest.raises(UnsupportedError, match=r"input 'x' must be a tensor of shape \(2, 16\), .* got a tensor of"):
+        with pytest.raises(
+            UnsupportedError, match=r"input 'x' must be a tensor of shape \(2, 16\), .* got a tensor of"
+        ):
             fixed(other, times=3)
     varied = qframework.quantize(model, {"x": X, "times": 3}, dynamic_int8())
     torch.testing.assert_close(varied(more, times=3), model(more, times=3), atol=0.02, rtol=0)
