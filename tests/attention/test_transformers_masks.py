@@ -1,4 +1,4 @@
-"""transformers.py: models whose masks or arguments are out of the ordinary, against the same models with eager attention.
+"""transformers.py: models whose masks or arguments are out of the ordinary, against the same with eager attention.
 
 The attention is exact, so that all that differs is the order of sums in float32.
 """
@@ -14,12 +14,12 @@ import torch
 from attention_helpers import Operators
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers")
-
 from qframework.attention import fallbacks
 from qframework.attention.transformers import attention_function, register
 from qframework.errors import UnsupportedError
 from qframework.numerics import sqnr_db
+
+transformers = pytest.importorskip("transformers")
 
 NAME = "qframework_exact"
 TEXT = {"vocab_size": 64, "initializer_range": 0.3, "use_cache": False, "pad_token_id": 0}
