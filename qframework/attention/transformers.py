@@ -13,7 +13,6 @@ float64) fall back to PyTorch's attention, with a soft cap to plain torch, and a
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +23,13 @@ from torch import Tensor
 
 from qframework.attention.drop_in import attention_or_fallback, checked_spec
 from qframework.attention.int8_store import MAX_QUERIES, store_of
-from qframework.compat.transformers_modules import SAM, SAM_HQ, sam_attention_classes, sam_hq_attention_classes
+from qframework.compat.transformers_modules import (
+    SAM,
+    SAM_HQ,
+    all_run_with_sdpa,
+    sam_attention_classes,
+    sam_hq_attention_classes,
+)
 from qframework.errors import UnsupportedError
 from qframework.import_hook import when_imported
 from qframework.kernels.attention.variants import AttentionVariant
@@ -71,15 +76,7 @@ def _mask(make: Callable[..., Tensor | None], *sizes: Any, config: Any = None, *
 @functools.cache
 def _has_flags(configuration: type) -> bool:
     """Whether all models of a configuration say themselves what a missing mask means."""
-    from transformers import PreTrainedModel
-
-    name = configuration.__module__.replace(".configuration_", ".modeling_")
-    models: list[Any] = [
-        each
-        for each in vars(sys.modules.get(name, object)).values()
-        if isinstance(each, type) and issubclass(each, PreTrainedModel) and each.__module__ == name
-    ]
-    return all(each._supports_sdpa for each in models) or hasattr(configuration, "attn_logit_softcapping")
+    return all_run_with_sdpa(configuration) or hasattr(configuration, "attn_logit_softcapping")
 
 
 def _register_sam(name: str, variant: str, smooth_k: bool) -> None:

@@ -59,6 +59,7 @@ _FUSED = "cuDNN's attention cannot compute gradients of a quantized forward pass
 _INT8_OPERATORS = "operators of INT8 training cannot be compiled by Inductor of this version"
 _PT2E = "convert_pt2e cannot write the operators of qframework"
 _SAM = "SAM's image encoder in transformers cannot get attn_implementation='qframework'"
+_MASKS = "models of transformers cannot get attn_implementation='qframework': what a missing mask means is unknown"
 _CACHE = "models of transformers cannot keep keys and values in INT8 (Int8Cache)"
 _QUANTIZER = "models of transformers cannot be quantized while they are loaded (QFrameworkConfig)"
 _DIFFUSERS_ATTENTION = "use_sage_attention does not count calls of other attention backends of diffusers"
@@ -451,6 +452,8 @@ _ROWS = (
     Name("transformers.models.sam.modeling_sam.SamVisionSdpaAttention", _SAM),
     Name("transformers.models.sam_hq.modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES", _SAM),
     Name("transformers.models.sam_hq.modeling_sam_hq.SamHQVisionSdpaAttention", _SAM),
+    # transformers_modules.py
+    Name("transformers.modeling_utils.PreTrainedModel._supports_sdpa", _MASKS),
     # transformers_cache.py
     Name("transformers.cache_utils.Cache", _CACHE),
     Name("transformers.cache_utils.CacheLayerMixin", _CACHE),
