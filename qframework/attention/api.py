@@ -120,9 +120,9 @@ def sage_attention(
             variants that quantize Q and K per block (``"auto"``, ``"sage_b"``, ``"sage_vb"``), first derivatives only,
             and change nothing where no gradient is needed.
         softcap: logits ``s = query @ key.T * scale`` become ``softcap * tanh(s / softcap)`` before ``attn_mask`` is
-            added (Gemma 2); positive, in units of the logits. With ``backward="exact"`` only, whose gradient then
-            builds the logits in memory in float32. ``"auto"`` takes plain PyTorch on a CPU, and on every GPU the
-            kernel, since PyTorch's attention caps nothing.
+            added (Gemma 2); positive, up to 16,384. With ``backward="exact"`` only, whose gradient then builds the
+            logits in memory in float32. ``"auto"`` takes plain PyTorch on a CPU, and on every GPU the kernel, since
+            PyTorch's attention caps nothing.
 
     Returns:
         ``(..., Hq, Nq, Dv)`` in ``query``'s dtype and layout; with ``return_lse`` also ``(..., Hq, Nq)`` fp32, the
@@ -134,7 +134,7 @@ def sage_attention(
     Raises:
         UnsupportedError: dropout; an unsupported dtype, device, head dimension, layout, variant or backward; a mask
             with another backward than ``"exact"``; transforms of ``torch.func`` and forward-mode derivatives.
-        QFrameworkError: shapes, dtypes or devices that do not match; a ``softcap`` that is not positive or finite.
+        QFrameworkError: shapes, dtypes or devices that do not match; a ``softcap`` out of its range.
 
     Papers, depending on the variant: SageAttention, SageAttention2, SageAttention2++, QAttn. Of the gradient in 8 bit:
     SageAttention3 and SageBwd. Of the soft cap: Gemma 2, section 2.
@@ -367,8 +367,7 @@ def sage_attention_varlen(
         QFrameworkError: shapes, dtypes or devices that do not match; offsets that do not start at 0, decrease, exceed
             the number of tokens or are further apart than ``max_seqlen``. On a GPU, where reading offsets would cost a
             synchronization, they are checked only if the environment variable ``QFRAMEWORK_CHECK_OFFSETS`` is 1 when
-            qframework is imported; otherwise the kernels clamp them to the tensors. A ``softcap`` that is not positive
-            or finite.
+            qframework is imported; otherwise the kernels clamp them to the tensors. A ``softcap`` out of its range.
     """
     offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     _check_tensors("sage_attention_varlen", query=query, key=key, value=value, **offsets)

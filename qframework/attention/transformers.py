@@ -72,10 +72,14 @@ def _mask(make: Callable[..., Tensor | None], *sizes: Any, config: Any = None, *
     return make(*sizes, config=config, **options)
 
 
-@torch.compiler.assume_constant_result  # Dynamo calls it while tracing
-@functools.cache
+@torch.compiler.assume_constant_result  # Dynamo calls it while tracing; it would trace into a cached function
 def _has_flags(configuration: type) -> bool:
     """Whether all models of a configuration say themselves what a missing mask means."""
+    return _known_flags(configuration)
+
+
+@functools.cache
+def _known_flags(configuration: type) -> bool:
     return all_run_with_sdpa(configuration) or hasattr(configuration, "attn_logit_softcapping")
 
 

@@ -75,7 +75,7 @@ class _Aligning:
         self._widths: dict[Node, int] = {}  # of those rows
         self._columns: dict[Node, int] = {}  # of a layer's weight, as many as it will have
         self._rows: dict[Node, int] = {}
-        self._padded_ones: dict[Any, Node] = {}  # padded, which layers share that share a parameter
+        self._shared: dict[Any, Node] = {}  # padded parameters, for layers that share one
         layers = [node for node in lowering.gm.graph.nodes if self._is_known(node)]
         if is_written([each for node in layers for each in _parameters(node)], lowering):
             layers = [node for node in layers if not is_written(_parameters(node), lowering)]
@@ -205,8 +205,8 @@ class _Aligning:
         if not any(more):
             return parameter
         kind = parameter, more, fill, watch
-        if kind in self._padded_ones:
-            return self._padded_ones[kind]
+        if kind in self._shared:
+            return self._shared[kind]
         lowering, operand = self._lowering, Operand(parameter, self._lowering.constants)
 
         def compute(value: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class _Aligning:
             buffer = lowering.scales.buffer(compute(self._value(parameter)))
         if watch:
             self.watched.add(lowering.constants.value(buffer), compute, [operand])
-        self._padded_ones[kind] = buffer
+        self._shared[kind] = buffer
         return buffer
 
     def _value(self, node: Node) -> Tensor:

@@ -130,9 +130,11 @@ def test_a_decoder_without_a_flag(module: str, family: str, more: dict[str, Any]
     assert sqnr_db(wanted, got) > 90
 
 
+@pytest.mark.parametrize("family", ["Gemma4", "Gemma4Unified"])
 @pytest.mark.parametrize("keep", [0, 3])
-def test_queries_dropped_before_layers_that_share_keys(keep: int) -> None:
-    model, config = found("gemma4", "Gemma4ForCausalLM"), found("gemma4", "Gemma4TextConfig")
+def test_queries_dropped_before_layers_that_share_keys(keep: int, family: str) -> None:
+    module = family.lower().replace("4u", "4_u")
+    model, config = found(module, f"{family}ForCausalLM"), found(module, f"{family}TextConfig")
     sizes = DECODER | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16,
                        "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2,
                        "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
