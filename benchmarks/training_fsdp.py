@@ -38,7 +38,7 @@ from benchmarks.harness import (
 from benchmarks.tables import number, scientific
 from benchmarks.tables import table as markdown
 from benchmarks.timing import Timing
-from benchmarks.training_models import Subject, llama
+from benchmarks.training_subjects import Subject, llama
 from qframework.compat.dispatch import TorchDispatchMode
 from qframework.evaluation.distributed import leave_process_group
 from qframework.training import convert_to_int8_training, gather_in_int8

@@ -39,7 +39,9 @@ from benchmarks.harness import (
 from benchmarks.timing import Timing, time_provider
 from benchmarks.torchao_training import quantize_for_fp8_training
 from benchmarks.training_profile import profile_step
+from benchmarks.training_subjects import MODELS, SMOKE, Subject
 from qframework.training.convert import convert_to_int8_training
+from qframework.training.plan import blocks_of
 
 OPS = ("step", "step_in_graph")
 # Of the loss, and of the gradient of the first block's first linear, which has the errors of all blocks: each adds
@@ -47,77 +49,6 @@ OPS = ("step", "step_in_graph")
 LOSS_TOLERANCE = {"bf16": 0.01, "int8": 0.02, "fp8": 0.03}
 TOLERANCE = {"bf16": 0.05, "int8": 0.2, "fp8": 0.4}
 INT8_LEAST = 0.012
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to train, and how many inputs a step takes."""
-
-    build: Callable[[int | None], nn.Module]  # of so many blocks, or as many as it has
-    batch: int
-    tokens: int = 0  # of a language model; 0: images of 224 x 224
-
-    def inputs(self, device: str, smoke: bool) -> tuple[Tensor, Tensor]:
-        """A batch and its labels."""
-        batch = 2 if smoke else self.batch
-        if self.tokens:
-            x = torch.randint(0, _VOCABULARY, (batch, 16 if smoke else self.tokens), device=device)
-            return x, x
-        return torch.randn(batch, 3, 224, 224, device=device), torch.randint(0, 1000, (batch,), device=device)
-
-
-_VOCABULARY = 8192
-
-
-def _gpt2(width: int, layers: int, heads: int) -> Callable[[int | None], nn.Module]:
-    def build(depth: int | None) -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        others = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
-        sizes = {"n_embd": width, "n_layer": depth or layers, "n_head": heads, "vocab_size": _VOCABULARY}
-        return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **others))
-
-    return build
-
-
-def llama(width: int, inner: int, layers: int) -> Callable[[int | None], nn.Module]:
-    def build(depth: int | None) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        heads = width // 128
-        sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth or layers}
-        heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads, "use_cache": False}
-        return LlamaForCausalLM(LlamaConfig(**sizes, **heads_of, vocab_size=_VOCABULARY))
-
-    return build
-
-
-def _vit(name: str) -> Callable[[int | None], nn.Module]:
-    def build(depth: int | None) -> nn.Module:
-        import timm
-
-        options: dict[str, Any] = {} if depth is None else {"depth": depth}
-        return timm.create_model(name, **options)
-
-    return build
-
-
-MODELS = {
-    "deit_small": Subject(_vit("deit_small_patch16_224"), 128),
-    "vit_base": Subject(_vit("vit_base_patch16_224"), 64),
-    "vit_large": Subject(_vit("vit_large_patch16_224"), 64),
-    "vit_huge": Subject(_vit("vit_huge_patch14_224"), 48),
-    "gpt2_medium": Subject(_gpt2(1024, 24, 16), 8, 1024),
-    "gpt2_large": Subject(_gpt2(1280, 36, 20), 8, 1024),
-    "gpt2_1536": Subject(_gpt2(1536, 24, 12), 8, 1024),
-    "llama_1024": Subject(llama(1024, 2816, 24), 4, 2048),
-    "llama_1536": Subject(llama(1536, 4096, 16), 4, 2048),
-    "llama_2048": Subject(llama(2048, 5632, 16), 4, 2048),
-    "llama_3072": Subject(llama(3072, 8192, 8), 4, 2048),
-    "llama_4096": Subject(llama(4096, 11008, 4), 4, 2048),
-}
-SMOKE = {"gpt2_medium": Subject(_gpt2(64, 1, 2), 2, 16)}
 
 
 @dataclass(frozen=True)
@@ -174,7 +105,8 @@ class Training:
             self.model = subject.build(options.layers).train()
         self.inputs, self.labels = subject.inputs(device, options.smoke)
         self.device, self.provider = device, provider
-        self.expected = _exact(self.model, self.inputs, self.labels)
+        self.watched = _first_weight(self.model)
+        self.expected = _exact(self.model, self.watched, self.inputs, self.labels)
         provider.convert(self.model)
         self.compiled: Any = (
             self.model if options.eager else torch.compile(self.model, dynamic=False, backend=provider.backend)
@@ -206,7 +138,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
         loss.backward()
-        found, (expected, gradient) = _first_weight(self.model).grad, self.expected
+        found, (expected, gradient) = self.model.get_parameter(self.watched).grad, self.expected
         assert found is not None
         found = found if found.shape == gradient.shape else found.mT  # of a linear instead of a Conv1D
         precision = self.provider.precision
@@ -230,22 +162,24 @@ def _loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(x).float(), labels)
 
 
-def _exact(model: nn.Module, x: Tensor, labels: Tensor) -> tuple[float, Tensor]:
-    """The loss and the gradient of the first linear in FP32, of a few examples at a time."""
-    total, gradient = 0.0, torch.zeros_like(_first_weight(model))
+def _exact(model: nn.Module, watched: str, x: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    """The loss and the gradient of one weight in FP32, of a few examples at a time."""
+    weight = model.get_parameter(watched)
+    total, gradient = 0.0, torch.zeros_like(weight)
     step = max(x.shape[0] // 8, 1)
     parts = list(zip(x.split(step), labels.split(step), strict=True))
     for some, of_them in parts:
         loss = _loss(model, some, of_them)
-        gradient += torch.autograd.grad(loss, [_first_weight(model)])[0] / len(parts)
+        gradient += torch.autograd.grad(loss, [weight])[0] / len(parts)
         total += loss.item() / len(parts)
     return total, gradient.cpu()
 
 
-def _first_weight(model: nn.Module) -> Tensor:
-    """Of the first linear in a block."""
-    names = (".attn.qkv.weight", ".attn.c_attn.weight", ".self_attn.q_proj.weight")
-    return next(p for name, p in model.named_parameters() if name.endswith(names))
+def _first_weight(model: nn.Module) -> str:
+    """The name of the first matrix in a block, of queries or all three: keys' gradients almost vanish at first."""
+    matrices = {id(weight) for weight in blocks_of(model)[0].parameters() if weight.ndim == 2}
+    named = [name for name, weight in model.named_parameters() if id(weight) in matrices]
+    return next(name for name in named if "k_proj" not in name and "v_proj" not in name)
 
 
 @dataclass(frozen=True)

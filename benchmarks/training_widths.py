@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.harness import Record
 from benchmarks.tables import table
-from benchmarks.training_models import MODELS, OPS
+from benchmarks.training_models import OPS
+from benchmarks.training_subjects import MODELS
 from qframework.training.plan import blocks_of, is_gated, width_of
 
 OURS, BASELINE = "qframework", "bf16"
