@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -24,6 +25,14 @@ _BUFFERS = "_buffers["  # in the source of a buffer's placeholder: L['self']._mo
 def is_tracing() -> bool:
     """Whether Dynamo is compiling, as it is while it calls a backend."""
     return TracingContext.try_get() is not None
+
+
+def is_exporting() -> bool:
+    """Whether torch.export runs; Dynamo reads it while it traces.
+
+    Dynamo of PyTorch 2.11 answers ``torch.compiler.is_exporting()`` with True in every compilation.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def check_hints(gm: GraphModule) -> None:

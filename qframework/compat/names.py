@@ -227,6 +227,7 @@ _ROWS = (
     Name("torch._export.serde.serialize._dict_to_dataclass", _SAVED),
     # dynamo.py
     Name("torch._guards.TracingContext.try_get", "a backend cannot detect whether Dynamo is compiling"),
+    Name("torch.compiler._is_exporting_flag", "a compilation cannot be told from an export"),
     Name("torch._dynamo.guards.GuardBuilder.ID_MATCH", "frozen weights cannot be guarded against being replaced"),
     Name("torch._dynamo.guards.install_guard", "frozen weights cannot be guarded against being replaced"),
     Name("torch._dynamo.source.ConstantSource", "constants cannot be added to a graph that Dynamo captured"),

@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from qframework.compat.dispatch import disabled_torch_function, make_wrapper_subclass, without_memory
+from qframework.compat.dynamo import is_exporting
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, CanonicalSize, canonical_size, check_blocks
 from qframework.kernels.runtime.checks import check_dtype, check_float_input
@@ -422,7 +423,7 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed:
     """
     if isinstance(x, BlockTensor):
         return as_blocks(x, block_size)
-    if torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch.jit.is_tracing()):
+    if is_exporting() or (not torch.compiler.is_compiling() and torch.jit.is_tracing()):
         raise UnsupportedError(
             "torch.export and torch.jit.trace cannot capture a model of convert_to_int8_training. Call "
             "restore_float(model) first"
