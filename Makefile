@@ -28,7 +28,8 @@ OLDEST_TESTS := tests/compat tests/conversion/test_in_place.py tests/conversion/
 	tests/integrations/test_transformers_loading.py \
 	tests/backend/test_compile.py tests/backend/test_lower_linear.py tests/graph/test_inline_grad_scopes.py \
 	tests/graph/test_causal_masks.py tests/graph/test_expand_products.py tests/graph/test_read_after_writes.py \
-	tests/kernels/runtime
+	tests/training/test_block_tensor_compiled.py tests/training/test_graph_breaks_in_blocks.py \
+	tests/training/test_with_torch.py::test_compiled_by_inductor_under_autocast tests/kernels/runtime
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

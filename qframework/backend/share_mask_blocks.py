@@ -61,8 +61,6 @@ def _blocks_of(node: Node) -> _Shared | None:
     fakes = [fake for each in x[:4] if isinstance(each, Node) and (fake := fake_value(each)) is not None]
     if x.return_lse or x.rel_h is not None or not isinstance(mask, Node) or len(fakes) < 4:
         return None
-    if x.softcap is not None:  # which Hopper's kernel does not compute
-        return None
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
         return None
     query, key, value, kept = fakes
@@ -74,7 +72,8 @@ def _blocks_of(node: Node) -> _Shared | None:
     queries, keys, key_heads = query.shape[2], key.shape[2], key.shape[1]
     if (causal and keys > queries) or not (x.enable_gqa or query.shape[1] == key_heads):
         return None
-    reading = reads_blocks(query, key, value, x.variant, chip, _sizes_of(kept).rows == 1 and not causal)
+    row = _sizes_of(kept).rows == 1 and not causal
+    reading = reads_blocks(query, key, value, x.variant, chip, row, x.softcap is not None)
     seen = key_heads if reading == "seen" else 0
     return None if reading == "nothing" else _Shared(mask, queries, keys, bool(causal), seen)
 
@@ -101,7 +100,7 @@ def _share(shared: _Shared, nodes: list[Node]) -> None:
     for node in nodes:
         given = _arguments(node)
         with node.graph.inserting_before(node):
-            operands = (*given[:4], *blocks, *given[4:9])
+            operands = (*given[:4], *blocks, *given[4:9], *([] if given.softcap is None else [given.softcap]))
             new = add_call(node, _ours.masked_attention.default, operands)
         for user in list(node.users):  # getitem 0: the result
             user.replace_all_uses_with(new)

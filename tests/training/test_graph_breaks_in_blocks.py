@@ -56,5 +56,5 @@ def test_pytorch_refuses_a_float_gradient_of_blocks_that_left_a_graph() -> None:
     convert_to_int8_training(model, blocks=["*"], keep_float=["*.act"], skip_slower=False)
     model(x).sum().backward()
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="Expected a BlockTensor tangent"):
+    with pytest.raises(RuntimeError, match=r"Expected a BlockTensor tangent|guessed its\s+metadata incorrectly"):
         compiled(x).sum().backward()

@@ -205,7 +205,15 @@ Reading = Literal["nothing", "mask", "seen"]
 """What a kernel needs of a bool mask beside the mask itself: nothing, its blocks, or also the keys that are seen."""
 
 
-def reads_blocks(query: Tensor, key: Tensor, value: Tensor, variant: str, chip: Hopper, row: bool = False) -> Reading:
+def reads_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    variant: str,
+    chip: Hopper,
+    row: bool = False,
+    softcap: bool = False,
+) -> Reading:
     """What Hopper's kernel needs of the bool mask of such a dense call.
 
     From sizes and dtypes alone: strides may rule out the kernel that is expected here.
@@ -217,15 +225,18 @@ def reads_blocks(query: Tensor, key: Tensor, value: Tensor, variant: str, chip: 
         variant: a name, a spec or ``"auto"``.
         chip: :func:`hopper_of` the device.
         row: whether the mask is the same for all queries, and the call not causal.
+        softcap: whether logits are capped.
     """
     (batch, heads, queries, channels), keys, values = query.shape, key.shape[2], value.shape[3]
     if variant == "auto" and query.dtype.itemsize != 2:
         return "nothing"
     named = [resolve("unquantized" if variant == "auto" else variant)]
-    if variant == "auto" and min(queries, keys) >= LONG_MASKED:
+    if variant == "auto" and min(queries, keys) >= LONG_MASKED and not softcap:
         named.append(VARIANTS["integer_exp"])
     sizes = (batch, heads, queries, keys, channels, values)
     taken = [x for x in named if hopper.supports(query, value, x) and hopper.takes(*sizes, x, True, chip.processors)]
+    if softcap:  # only this kernel caps, and no products of integers
+        return "mask" if taken and not taken[-1].quantizes_qk else "nothing"
     if taken and taken[-1] != VARIANTS["unquantized"]:
         return "seen"
     streams = named[0] == VARIANTS["unquantized"] and query.dtype == value.dtype and query.dtype.itemsize == 2

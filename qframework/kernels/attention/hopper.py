@@ -270,7 +270,7 @@ def attention_hopper(
         raise QFrameworkError("attention_hopper: bias must be one that added_by reads. Launch the general kernel")
     masked = bias.mask is not None and added.kind == "none"
     form = form_of(variant, channels, values, masked, added)
-    form = form._replace(lse=lse)
+    form = form._replace(lse=lse, capped=bias.softcap is not None)
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=v.device) if lse else None
     out = query_memory_order(batch, heads, tokens, values, qk.q, dtype)
     q_scale, k_scale = (out if scale is None else scale for scale in (qk.q_scale, qk.k_scale))
@@ -306,6 +306,7 @@ def attention_hopper(
         q_scale.shape[2],
         k_scale.shape[2],
         logit_scale,
+        bias.softcap or 0.0,
         heads,
         heads // qk.k.shape[1],
         tokens,

@@ -28,7 +28,6 @@ from typing import Any
 from qframework.kernels.attention import mask_blocks
 from qframework.kernels.attention.hopper_loads import BLOCK_M
 from qframework.kernels.attention.hopper_softmax import ROWS
-from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.packed import EDGE, RECORD
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -49,6 +48,7 @@ if HAS_GLUON:
         fp8_weights_of,
         head_bias_of,
         kept_by_place,
+        logits_of,
         scale_of_queries,
         scales_of_block,
         weights_of,
@@ -89,7 +89,6 @@ if HAS_GLUON:
     _ROWS, _BLOCK_M, _KEY_BLOCK = (gl.constexpr(n) for n in (ROWS, BLOCK_M, KEY_BLOCK))
     _RECORD, _EDGE = gl.constexpr(RECORD), gl.constexpr(EDGE)
     _MASK_WORDS = gl.constexpr(BLOCK_M * mask_blocks.WORDS)  # of a block of the mask
-    _NATURAL = gl.constexpr(1 / LOG2_E)
 
     @gluon.jit
     def _visit(
@@ -97,7 +96,7 @@ if HAS_GLUON:
         barriers, keys, FORM: gl.constexpr,
     ):  # fmt: skip
         """Blocks of keys from the ``begin``-th, before which ``state`` holds the weights; the new state and place."""
-        k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, bias, logit_scale = keys
+        k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, bias, natural = keys
         acc, acc_rest, total, top, weights, pending = state
         slot, phase, next_slot, next_phase = at
         _, _, k_ready, k_free, v_ready, v_free = barriers
@@ -109,6 +108,7 @@ if HAS_GLUON:
         FP8: gl.constexpr = FORM.fp8
         MASKED_FORM: gl.constexpr = FORM.masked
         NATURAL: gl.constexpr = FORM.bias != "none"
+        CAPPED: gl.constexpr = FORM.capped
         # Wide heads have no registers left for a bias that waits for products.
         LATE: gl.constexpr = FORM.bias != "none" and FORM.bias != "factors" and FORM.block_dv + FORM.rest_dv > 80
         VALUE_SLICES: gl.constexpr = 2 if FORM.rest_dv > 0 else 1
@@ -137,8 +137,10 @@ if HAS_GLUON:
             products = warpgroup_mma_wait(VALUE_SLICES, deps=(products,))
             if LATE:
                 added = bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
+            if NATURAL or CAPPED:
+                products = logits_of(products, natural, FORM)
             if NATURAL:
-                products = products * (logit_scale * _NATURAL) + added
+                products = products + added
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
             keep = scores == scores
@@ -194,7 +196,7 @@ if HAS_GLUON:
     ):  # fmt: skip
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
         q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-        q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, lse_ptr, q_groups, k_groups, logit_scale = scales
+        q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, lse_ptr, q_groups, k_groups, logit_scale, softcap = scales
         H, GROUP, ITEMS = sizes[0], sizes[1], sizes[4]
         bias_ptr, bias_batch, bias_head, bias_token = bias
         D: gl.constexpr = FORM.block_d
@@ -207,6 +209,7 @@ if HAS_GLUON:
         INTEGER: gl.constexpr = FORM.integer
         MASKED_FORM: gl.constexpr = FORM.masked
         NATURAL: gl.constexpr = FORM.bias != "none"
+        CAPPED: gl.constexpr = FORM.capped
         SHARES_OUT: gl.constexpr = FORM.shares_out
         INT8: gl.constexpr = K_SPAN > 0
         FP8: gl.constexpr = FORM.fp8
@@ -225,6 +228,10 @@ if HAS_GLUON:
         no_scores = gl.zeros((_ROWS, BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
         HALVES: gl.constexpr = halves(no_scores).type.layout
         half = gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+        natural = (logit_scale, softcap)
+        q_unit = logit_scale  # from products, or from logits with a cap, to logits in base 2
+        if CAPPED:
+            q_unit = 1.0
         slot = 0
         phase = 0
         q_phase = 0
@@ -248,13 +255,14 @@ if HAS_GLUON:
 
             # The first visit, masked.
             mbarrier.wait(q_ready.index(WHO), q_phase)
-            q_scale = scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM)
+            q_scale = scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, q_unit, halves(no_scores), FORM)
             q_phase = q_phase ^ 1
             mbarrier.wait(k_ready.index(slot), phase)
             products = warpgroup_mma_wait(0, deps=(products_of(q, shared, slot, no_scores, FORM),))
+            if NATURAL or CAPPED:
+                products = logits_of(products, natural, FORM)
             if NATURAL:
-                added = bias_of(WHO, block, slot, head_bias, shared, NK, no_scores, True, FORM)
-                products = products * (logit_scale * _NATURAL) + added
+                products = products + bias_of(WHO, block, slot, head_bias, shared, NK, no_scores, True, FORM)
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
             if MASKED_FORM:
@@ -297,7 +305,7 @@ if HAS_GLUON:
                 pending = gl.full((_ROWS,), 1.0, gl.float32, ROW)
             state = (acc, acc_rest, total, top, weights, pending)
             at = (slot, phase, next_slot, next_phase)
-            keys = (k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, head_bias, logit_scale)
+            keys = (k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, head_bias, natural)
             if INTEGER and INT8:
                 if bounded:
                     state, at = _visit_all(
@@ -365,6 +373,7 @@ if HAS_GLUON:
         q_groups,
         k_groups,
         logit_scale,
+        softcap,  # of natural logits; any number without
         H,
         GROUP,  # query heads of a key head
         N,
@@ -442,7 +451,7 @@ if HAS_GLUON:
         )  # fmt: skip
         shared = (q_tiles, q_rest, k_stages, k_rest, v_stages, v_rest, out_tiles, out_rest, bias_tiles)
         barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
-        scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, lse_ptr, q_groups, k_groups, logit_scale)
+        scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, lse_ptr, q_groups, k_groups, logit_scale, softcap)
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE)
         mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)
         bias = (bias_ptr, bias_batch, bias_head, bias_token)

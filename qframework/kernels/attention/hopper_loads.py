@@ -40,6 +40,7 @@ class Form(NamedTuple):
     p_shift: float = 0.0  # log2 of the quantized 1 in P
     packed: bool = False  # sequences follow each other in memory, and items are those of packed_items.py
     lse: bool = False  # the log-sum-exp of logits is stored, too; without bias and mask, and with exact exponentials
+    capped: bool = False  # logits have a soft cap, with Q and K in 16 bit only
 
 
 if HAS_GLUON:

@@ -6,6 +6,8 @@ The arithmetic itself is that of hopper_softmax.py.
 from __future__ import annotations
 
 from qframework.kernels.attention.hopper_softmax import ROWS
+from qframework.kernels.attention.operands import LOG2_E
+from qframework.kernels.attention.softcap import INVERSE_OF_ONE_PLUS_EXP2
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
@@ -24,6 +26,25 @@ if HAS_GLUON:
     from qframework.kernels.runtime.gluon import gl, gluon
 
     _ROWS, _KEY_BLOCK = gl.constexpr(ROWS), gl.constexpr(KEY_BLOCK)
+    _LOG2_E, _INVERSE = gl.constexpr(LOG2_E), gl.constexpr(INVERSE_OF_ONE_PLUS_EXP2)
+
+    @gluon.jit
+    def logits_of(products, natural, FORM: gl.constexpr):
+        """Logits of products in 16 bit, capped or before a bias: natural with a bias, otherwise in base 2.
+
+        ``natural``: what makes products logits in base 2, and the cap of natural ones; formula of softcap.capped.
+        """
+        CAPPED: gl.constexpr = FORM.capped
+        NATURAL: gl.constexpr = FORM.bias != "none"
+        logit_scale, softcap = natural
+        if CAPPED:
+            cap = softcap if NATURAL else softcap * _LOG2_E
+            x = products * (2 * logit_scale / softcap)
+            inverse = gl.inline_asm_elementwise(_INVERSE, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+            logits = cap - 2 * cap * inverse
+        else:
+            logits = products * (logit_scale * (1 / _LOG2_E))
+        return logits
 
     @gluon.jit
     def bias_of(WHO: gl.constexpr, block, slot, bias, shared, NK, no_scores, FIRST: gl.constexpr, FORM: gl.constexpr):

@@ -78,6 +78,7 @@ def attention_packed(
         q_scale.shape[2],
         k_scale.shape[2],
         logit_scale,
+        0.0,
         heads,
         heads // key_heads,
         *[0] * 3,

@@ -39,12 +39,13 @@ class MaskedAttentionArguments(NamedTuple):
     enable_gqa: bool = False
     variant: str = "auto"
     smooth_k: bool = True
+    softcap: float | None = None
 
     @property
     def plain(self) -> SageAttentionArguments:
         """The call without blocks."""
         settings = (self.is_causal, self.scale, self.enable_gqa, self.variant, self.smooth_k)
-        return SageAttentionArguments(self.query, self.key, self.value, self.attn_mask, *settings)
+        return SageAttentionArguments(self.query, self.key, self.value, self.attn_mask, *settings, softcap=self.softcap)
 
     @property
     def blocks(self) -> MaskBlocks:
@@ -85,7 +86,7 @@ class MaskedAttentionArguments(NamedTuple):
 MASKED_ATTENTION = declare(
     "masked_attention(Tensor query, Tensor key, Tensor value, Tensor attn_mask, Tensor bits, Tensor order, "
     "Tensor counts, Tensor seen, bool is_causal=False, float? scale=None, bool enable_gqa=False, str variant='auto', "
-    "bool smooth_k=True) -> Tensor",
+    "bool smooth_k=True, float? softcap=None) -> Tensor",
     MaskedAttentionArguments,
     cpu=lambda x: sage_attention_cpu(x.plain)[0],
     cuda=lambda x: sage_attention_triton(x.plain, x.blocks)[0],

@@ -102,7 +102,7 @@ def quantized_attention_triton(
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qk.q.device) if lse else None
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
-    uncapped = bias.softcap is None  # Hopper's kernels cap nothing
+    uncapped = bias.softcap is None
     dense = lengths is None and logit_scale > 0 and uncapped
     added = dense_bias(bias) if dense and (bias.adds_nothing or not lse) else None
     exact = variant == VARIANTS["unquantized"]
@@ -116,7 +116,8 @@ def quantized_attention_triton(
             return hopper_dense.attention_dense(*operands, blocks=blocks, lse=sums), sums
     if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
         return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added, lse=sums), sums
-    plain = lengths is None and out_scale is None and (values.scale is None or values.paired) and uncapped
+    plain = lengths is None and out_scale is None and (values.scale is None or values.paired)
+    plain = plain and (uncapped or not variant.quantizes_qk)  # Hopper's other kernels cap nothing
     plain = plain and (not lse or hopper.has_lse(variant, bias))
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None

@@ -8,9 +8,10 @@ from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 
 _WITHOUT_PTX = tl.constexpr(INTERPRET or torch.version.hip is not None)
 # Without numbers below 2^-126, which would take three more instructions each: beside 1 they are 0.
-_INVERSE = tl.constexpr(
+INVERSE_OF_ONE_PLUS_EXP2 = (
     "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"
 )
+_INVERSE = tl.constexpr(INVERSE_OF_ONE_PLUS_EXP2)
 
 
 @triton.jit

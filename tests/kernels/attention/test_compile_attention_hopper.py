@@ -80,6 +80,15 @@ def test_compiles_with_a_bias(width, added, tmp_path) -> None:
     _compiles_without_spilling(width, "bf16", False, "unquantized", False, tmp_path, added, MAX_STACK)
 
 
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("what", ["full", "causal", "masked", "bias", "lse"])
+def test_compiles_with_a_soft_cap(width, what, tmp_path) -> None:
+    added = Added("tile", 2) if what == "bias" else NOTHING
+    allowed = MAX_STACK if what == "bias" else 0
+    how = (what == "causal", "unquantized", what == "masked", tmp_path, added, allowed)
+    _compiles_without_spilling(width, "bf16", *how, lse=what == "lse", capped=True)
+
+
 @pytest.mark.parametrize(("variant", "width"), [("sage2_int8", 64), ("integer_exp", 128)])
 def test_compiles_with_three_stages(variant, width, tmp_path, monkeypatch) -> None:
     """benchmarks.attention_parts times them."""
@@ -102,7 +111,7 @@ def _more_by_new_triton(masked: bool, added: Added) -> int:
 
 
 def _compiles_without_spilling(
-    width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0, packed=False, lse=False
+    width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0, packed=False, lse=False, capped=False
 ) -> Any:
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "fp32": torch.float32}
     dtypes |= {"fp8e4nv": torch.float8_e4m3fn}
@@ -113,7 +122,7 @@ def _compiles_without_spilling(
         return f"tensordesc<{kind}[{ones}{rows}, {channels}],{hopper.layout(rows, channels, dtypes[kind], rank)!r}>"
 
     form = hopper.form_of(resolve(variant), width, width, masked, added, packed)
-    form = form._replace(lse=lse)
+    form = form._replace(lse=lse, capped=capped)
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
     stored = "i8" if resolve(variant).quantizes_qk else kind
     values = "bf16" if resolve(variant).exponential == "integer" else "fp8e4nv" if form.fp8 else kind
@@ -131,7 +140,7 @@ def _compiles_without_spilling(
     bias = "fp32" if added.itemsize == 4 else kind
     columns = {"tile": form.block_n, "factors": form.columns}.get(form.bias, form.block_n)
     types |= {"bias_ptr": f"*{bias}", "bias_desc": described(bias, hopper.ROWS, columns)}
-    types |= {"logit_scale": "fp32", "bits_ptr": "*i32", "order_ptr": "*i32", "counts_ptr": "*i32"}
+    types |= {"logit_scale": "fp32", "softcap": "fp32", "bits_ptr": "*i32", "order_ptr": "*i32", "counts_ptr": "*i32"}
     types |= {"plan_ptr": "*i32"}
     compiled = compile_for("sm_90", hopper.kernel, types, {"CAUSAL": causal, "FORM": form}, num_warps=4)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
