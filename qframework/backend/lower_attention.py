@@ -36,7 +36,7 @@ from qframework.graph.relative_position import decomposed
 from qframework.graph.replace_attention import name_shapes, replace_attention
 from qframework.graph.shapes import traced_size
 from qframework.graph.window_masks import with_window_masks
-from qframework.kernels.attention.auto import Masking, hopper_of, pytorch_is_faster
+from qframework.kernels.attention.auto import Masking, caps_logits, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported
 
@@ -49,8 +49,8 @@ NEEDS_GRADIENTS = {
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 SINKS = "it has sinks, with which no kernel was measured. Use 'sage' or the name of a variant to quantize it"
 SOFTCAP = (
-    "its logits have a soft cap, with which kernels are faster than products and a softmax, but slower with a sliding "
-    "window, and no model was measured. Use 'sage' or the name of a variant to quantize it"
+    "its logits have a soft cap, with which only large calls were measured, on Hopper. Use 'sage' or the name of a "
+    "variant to quantize it"
 )
 
 _FEW_TOKENS = 32  # queries and keys up to which products and a softmax of odd heads were faster than a fused kernel
@@ -166,7 +166,7 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
     if call.sinks is not None:
         return SINKS
     if call.softcap is not None:
-        return SOFTCAP
+        return None if _caps_on_hopper(call) else SOFTCAP
     return FASTER_EXACT if _pytorch_is_faster(call) else _reason_of_shape(call)
 
 
@@ -205,6 +205,13 @@ def _pytorch_is_faster(call: AttentionCall) -> bool:
     query, values = _fake_of(call.query), _fake_of(call.value).shape[-1]
     chip = hopper_of(query.device)
     return chip is not None and pytorch_is_faster(query, call.shape[-1], values, _masking(call), chip)
+
+
+def _caps_on_hopper(call: AttentionCall) -> bool:
+    """Whether Hopper's kernel computes a call with a soft cap."""
+    query, values = _fake_of(call.query), _fake_of(call.value).shape[-1]
+    chip = hopper_of(query.device)
+    return chip is not None and caps_logits(query, call.shape[-1], values, _masking(call), chip)
 
 
 def _masking(call: AttentionCall) -> Masking:

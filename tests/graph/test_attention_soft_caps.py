@@ -12,6 +12,7 @@ from torch import nn
 
 from qframework.backend import lower_attention
 from qframework.backend.lower_attention import SOFTCAP
+from qframework.kernels.attention import hopper
 from qframework.kernels.attention.auto import Hopper
 from qframework.numerics import sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, fallbacks, static_attention
@@ -164,14 +165,30 @@ class TestOptions:
         monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
         monkeypatch.setattr(lower_attention, "hopper_of", lambda device: Hopper(132, True))
 
-    def run(self, option):
-        operands = (x.half() for x in qkv())
+    def run(self, option, tokens: int = 17, dtype: torch.dtype = torch.half):
+        operands = torch.randn(3, 2, 2, tokens, 64, dtype=dtype)
         return compiled(Written(CAPPED["no mask"][0], 2.0), *operands, attention=option)[1]
 
-    def test_the_default_leaves_it_in_float(self):
-        """No kernel was measured with it."""
-        capture = self.run("auto")
+    @pytest.mark.parametrize(
+        ("tokens", "dtype", "processors", "taken"),
+        [
+            (1100, torch.half, 4, True),
+            (1100, torch.half, 132, False),  # fewer tiles of queries than multiprocessors
+            (17, torch.half, 4, False),
+            (1100, torch.float32, 4, False),
+        ],
+    )
+    def test_the_default_takes_what_hoppers_kernel_computes(self, tokens, dtype, processors, taken, monkeypatch):
+        monkeypatch.setattr(lower_attention, "hopper_of", lambda device: Hopper(processors, True))
+        monkeypatch.setattr(hopper, "HAS_GLUON", True)
+        capture = self.run("auto", tokens, dtype)
         (report,) = capture.attention
+        assert (report.lowered, report.fallback, report.reason) == (taken, False, "" if taken else SOFTCAP)
+        assert [call["variant"] for call in capture.calls] == ["auto"] * taken
+
+    def test_the_default_leaves_it_in_float_on_other_chips(self, monkeypatch):
+        monkeypatch.setattr(lower_attention, "hopper_of", lambda device: None)
+        (report,) = self.run("auto", 1100).attention
         assert (report.lowered, report.fallback, report.reason) == (False, False, SOFTCAP)
 
     def test_sage_takes_it(self):

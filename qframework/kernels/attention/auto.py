@@ -201,6 +201,24 @@ def pytorch_is_faster(
     return chip.cudnn
 
 
+def caps_logits(query: Tensor, keys: int, values: int, masking: Masking, chip: Hopper) -> bool:
+    """Whether Hopper's kernel computes a call in 16 bit with a soft cap on its logits.
+
+    Args:
+        query: ``(B, H, N, D)``; False for other numbers of dimensions.
+        keys: the number of keys.
+        values: channels of V.
+        masking: see :data:`Masking`.
+        chip: :func:`hopper_of` the device.
+    """
+    if query.ndim != 4 or query.dtype.itemsize != 2 or masking == "factors":
+        return False
+    (batch, heads, queries, channels), masked = query.shape, masking == "bool"
+    added = hopper.Added("tile", 2) if masking == "float" else hopper.NOTHING
+    sizes = (batch, heads, queries, keys, channels, values)
+    return hopper.takes(*sizes, VARIANTS["unquantized"], masked, chip.processors, added)
+
+
 Reading = Literal["nothing", "mask", "seen"]
 """What a kernel needs of a bool mask beside the mask itself: nothing, its blocks, or also the keys that are seen."""
 

@@ -245,7 +245,7 @@ def _attention(
     """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
     if return_lse:
         variant = replace(variant, exponential="exact")
-    capped = bias.softcap is not None  # by the general kernel
+    capped = bias.softcap is not None
     plain = bias.only_bool and lengths is None and not return_lse and not capped
     at = (q.dtype, capability_of(q.device), bias.mask is not None)
     if plain and steps.fuses and can_prepare(variant) and hopper.fits(q, k, v, variant, *at):

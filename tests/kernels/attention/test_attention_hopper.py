@@ -37,6 +37,7 @@ class Problem(NamedTuple):
     variant: str = SPEC
     mask: str = ""
     columns: int = 0
+    softcap: float | None = None
 
     @property
     def name(self) -> str:
@@ -169,6 +170,18 @@ PROBLEMS += [
     PLAIN._replace(columns=64, queries=512, keys=512, head_dim=80, value_dim=80),
     PLAIN._replace(columns=16, queries=336, keys=336, dtype=torch.bfloat16),
     PLAIN._replace(columns=128, queries=384, keys=384, head_dim=128, value_dim=128),
+    PLAIN._replace(softcap=5.0),
+    PLAIN._replace(softcap=0.5, head_dim=72, value_dim=72, dtype=torch.bfloat16, queries=729, keys=729),
+    PLAIN._replace(softcap=5.0, head_dim=128, value_dim=128, causal=True, queries=700, keys=700, key_heads=20),
+    WIDE._replace(softcap=50.0, queries=1000, keys=1000, causal=True, dtype=torch.bfloat16, key_heads=20),
+    WIDE._replace(softcap=5.0, mask="band", queries=1000, keys=1000),
+    WIDE._replace(softcap=5.0, mask="causal_padding", queries=900, keys=900, dtype=torch.bfloat16),
+    WIDE._replace(softcap=2.0, keys=333),
+    PLAIN._replace(softcap=5.0, mask="heads", keys=450, head_dim=192, value_dim=40),
+    PLAIN._replace(softcap=5.0, mask="float per head", keys=203),
+    PLAIN._replace(softcap=5.0, mask="float low rows", keys=700, dtype=torch.bfloat16, head_dim=96, value_dim=96),
+    PLAIN._replace(softcap=5.0, mask="float row", keys=333, head_dim=128, value_dim=128),
+    PLAIN._replace(softcap=5.0, columns=64, queries=512, keys=512, head_dim=80, value_dim=80),
 ]
 
 
@@ -205,7 +218,7 @@ def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     scale = problem.head_dim**-0.5 * 1.4426950408889634
     mask = problem.masked("cuda")
     relative = problem.factors("cuda")
-    variant, bias = resolve(problem.variant), Bias(mask, *relative, problem.causal)
+    variant, bias = resolve(problem.variant), Bias(mask, *relative, problem.causal, softcap=problem.softcap)
     qk, factor = QuantizedQK(q, None, k, None, problem.head_dim, marked=False), scale
     if variant.quantizes_qk:
         q8, q_scale = attention_quantize(q, None, scale, variant.granularity, "query")
@@ -217,7 +230,8 @@ def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     assert out[0, 1, 5].isnan().all()
     assert out.isnan().sum() == problem.value_dim
     clean = q.nan_to_num(0)
-    exact = exact_attention(clean, k, v, mask, problem.causal, rel_h=relative[0], rel_w=relative[1])
+    added = {"rel_h": relative[0], "rel_w": relative[1], "softcap": problem.softcap}
+    exact = exact_attention(clean, k, v, mask, problem.causal, **added)
     # The result is rounded once; P is rounded next to other running maxima than in the reference.
     rounding = UNIT[problem.dtype] * 3 + 2.0**-18
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, rounding, 0.0)

@@ -209,12 +209,17 @@ def test_a_cap_of_16384_is_accepted():
 
 
 @pytest.mark.interpreter
-def test_hoppers_kernels_are_never_asked(monkeypatch):
-    """They cap nothing; one that took such a call would be wrong without a sign of it."""
+def test_which_of_hoppers_kernels_are_asked(monkeypatch):
+    """One caps logits of floats. Another that took such a call would be wrong without a sign of it."""
     asked = []
     hoppers = ((hopper, "fits"), (hopper_packed, "fits_packed"), (hopper_dense, "fits"), (hopper_dense, "fits_mask"))
     for owner, name in hoppers:
-        monkeypatch.setattr(owner, name, lambda *call, asks=(owner, name), **named: asked.append(asks) or False)
+
+        def ask(q, *call, asks=(owner, name), **named):
+            asked.append((*asks, q.dtype == torch.int8))
+            return False
+
+        monkeypatch.setattr(owner, name, ask)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x = torch.randn(1, 2, 40, 64, dtype=torch.float16, device=device)
     starts = torch.tensor([0, 40], dtype=torch.int32, device=device)
@@ -228,7 +233,7 @@ def test_hoppers_kernels_are_never_asked(monkeypatch):
             module.SAGE_ATTENTION_VARLEN.cuda(*packed, starts, starts, 40, 40, variant=variant, softcap=softcap)
 
     run(None)
-    assert set(asked) == set(hoppers)
+    assert {asks[:2] for asks in asked} == set(hoppers)
     asked.clear()
     run(50.0)
-    assert asked == []
+    assert set(asked) == {(hopper, "fits", False)}
