@@ -173,7 +173,7 @@ class TestOptions:
         ("tokens", "dtype", "processors", "taken"),
         [
             (1100, torch.half, 4, True),
-            (1100, torch.half, 132, False),  # fewer tiles of queries than multiprocessors
+            (1100, torch.half, 160, False),  # 36 tiles of queries
             (17, torch.half, 4, False),
             (1100, torch.float32, 4, False),
         ],

@@ -216,7 +216,7 @@ def caps_logits(query: Tensor, keys: int, values: int, masking: Masking, chip: H
     (batch, heads, queries, channels), masked = query.shape, masking == "bool"
     added = hopper.Added("tile", 2) if masking == "float" else hopper.NOTHING
     sizes = (batch, heads, queries, keys, channels, values)
-    return hopper.takes(*sizes, VARIANTS["unquantized"], masked, chip.processors, added)
+    return hopper.takes(*sizes, VARIANTS["unquantized"], masked, chip.processors, added, capped=True)
 
 
 Reading = Literal["nothing", "mask", "seen"]
@@ -252,9 +252,13 @@ def reads_blocks(
     if variant == "auto" and min(queries, keys) >= LONG_MASKED and not softcap:
         named.append(VARIANTS["integer_exp"])
     sizes = (batch, heads, queries, keys, channels, values)
-    taken = [x for x in named if hopper.supports(query, value, x) and hopper.takes(*sizes, x, True, chip.processors)]
-    if softcap:  # only this kernel caps, and no products of integers
-        return "mask" if taken and not taken[-1].quantizes_qk else "nothing"
+    taken = [
+        x
+        for x in named
+        if hopper.supports(query, value, x) and hopper.takes(*sizes, x, True, chip.processors, capped=softcap)
+    ]
+    if softcap:  # Hopper's other kernels cap nothing
+        return "mask" if taken else "nothing"
     if taken and taken[-1] != VARIANTS["unquantized"]:
         return "seen"
     streams = named[0] == VARIANTS["unquantized"] and query.dtype == value.dtype and query.dtype.itemsize == 2

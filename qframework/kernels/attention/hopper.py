@@ -40,6 +40,7 @@ _CACHE = 20 * 2**20  # bytes of an H100's 50 MiB of L2 cache, whose halves hold 
 
 LEAST_TOKENS = 512  # from which a pass that quantizes Q or K pays; triton.py quantizes Q within its kernel
 LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
+FEW_CAPPED = 4  # with a soft cap it is from as many tiles as a fourth of the multiprocessors
 
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_kernel import kernel
@@ -85,6 +86,7 @@ def fits(
     masked: bool = False,
     added: Added | None = NOTHING,
     stored: bool = False,
+    capped: bool = False,
 ) -> bool:
     """Whether the kernel computes this dense attention, and is faster than the general one.
 
@@ -99,6 +101,7 @@ def fits(
         masked: whether there is a bool mask.
         added: :func:`added_by` the bias, with Q and K in 16 bit only.
         stored: V is in FP8, ``(B, Hkv, Dv, P)``, its keys :data:`~qframework.kernels.attention.variants.PAIRED`.
+        capped: whether logits have a soft cap, with Q and K in 16 bit only.
     """
     integer = variant.exponential == "integer"
     if capability != (9, 0) or added is None or (v.dtype != dtype and not integer and not stored):
@@ -109,7 +112,8 @@ def fits(
         return False
     fp8 = variant.pv == "fp8"
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[2 if stored else 3]
-    if not takes(batch, heads, queries, keys, channels, values, variant, masked, chip_of(v.device)[1], added):
+    processors = chip_of(v.device)[1]
+    if not takes(batch, heads, queries, keys, channels, values, variant, masked, processors, added, capped):
         return False
     # Others are quantized first.
     read = [q, k] if q.dtype == torch.int8 or not variant.quantizes_qk else []
@@ -128,6 +132,7 @@ def takes(
     masked: bool,
     processors: int,
     added: Added = NOTHING,
+    capped: bool = False,
 ) -> bool:
     """Whether the kernel takes these sizes: it can, and enough of its tiles are at work to be the faster one."""
     least = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK
@@ -135,10 +140,11 @@ def takes(
         least = LEAST_NARROW
     if masked and channels <= 64:  # the blocks of the mask are an additional pass
         least = max(least, mask_blocks.BLOCK + 1)
-    large = cdiv(queries, BLOCK_M) * heads * batch >= processors and min(queries, keys) >= least
+    tiles = cdiv(queries, BLOCK_M) * heads * batch
+    large = tiles * (FEW_CAPPED if capped else 1) >= processors and min(queries, keys) >= least
     if not (HAS_GLUON and large and fits_hopper(channels, variant.qk_bits) and 0 < values <= 256 and values % 8 == 0):
         return False
-    if added.kind != "none" and variant.quantizes_qk:
+    if (added.kind != "none" or capped) and variant.quantizes_qk:
         return False
     return shared_bytes(form_of(variant, channels, values, masked, added), added) <= _SHARED
 

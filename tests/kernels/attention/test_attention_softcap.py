@@ -237,3 +237,14 @@ def test_which_of_hoppers_kernels_are_asked(monkeypatch):
     asked.clear()
     run(50.0)
     assert set(asked) == {(hopper, "fits", False)}
+
+
+@pytest.mark.parametrize(
+    ("variant", "tiles", "taken"), [("unquantized", 33, True), ("unquantized", 32, False), ("sage_b", 528, False)]
+)
+def test_what_hoppers_kernel_takes(variant, tiles, taken, monkeypatch):
+    """Floats, from a fourth of the multiprocessors on."""
+    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    sizes = (1, tiles, 100, 1000, 128, 128)
+    assert hopper.takes(*sizes, resolve(variant), False, 132, capped=True) == taken
+    assert not hopper.takes(*sizes[:1], 131, *sizes[2:], resolve(variant), False, 132)
