@@ -7,6 +7,8 @@ so that one operator computes the whole sum in float32 and rounds it once::
     of q, k and v            Q(dq Wq + dk Wk + dv Wv)      instead of    Q(Q(Q(dq Wq) + Q(dk Wk)) + Q(dv Wv))
     of a residual stream     Q(norm'(dy) + dx)             instead of    Q(Q(norm'(dy)) + dx)
 
+Where q, k and v read the residual stream itself, as in BERT, dx is added to their rounded sum.
+
 What nothing is added to is computed as ever, and what reads a BlockTensor is computed before this is written to. Other
 operands must stay as they are until then: not parameters, which FSDP2 frees and optimizers may change behind a layer's
 backward pass.
@@ -47,10 +49,11 @@ class Deferred(Protocol):
 
 
 class Products(NamedTuple):
-    """A sum of products: the gradients of a tensor that linears read."""
+    """A sum of products, the gradients of a tensor that linears read, and one more gradient of it."""
 
     pairs: tuple[Product, ...]
     reads: tuple[Any, ...] = ()
+    added: Blocks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -67,12 +70,18 @@ class Products(NamedTuple):
             total = torch.ops.qframework.block_linear_sum(operands, block_size, torch.int8)
         if rest:
             *total, _ = torch.ops.qframework.block_add(*total, *Products(rest).compute(block_size), block_size)
+        if self.added is not None:
+            *total, _ = torch.ops.qframework.block_add(*total, *self.added, block_size)
         return tuple(total)
 
     def plus(self, other: Any) -> Products | None:
-        """Joined with those of another sum."""
+        """Joined with the products of another sum, or with one gradient that is computed."""
         more = other.deferred
-        return Products(self.pairs + more.pairs, self.reads + more.reads) if isinstance(more, Products) else None
+        if isinstance(more, Products) and None in (self.added, more.added):
+            return Products(self.pairs + more.pairs, self.reads + more.reads, self.added or more.added)
+        if more is not None or self.added is not None:
+            return None
+        return self._replace(added=(other.q, other.scale), reads=(*self.reads, other.memory))
 
 
 class NormGradient(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections import Counter
 
 import pytest
@@ -211,8 +213,53 @@ def test_a_llama():
     assert calls.count[SUM] == 2
 
 
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**sizes, **dropout, num_attention_heads=2, max_position_embeddings=32)).train()
+    return convert_to_int8_training(model, skip_slower=False)
+
+
+def test_a_bert():
+    """Behind each block's sum for q, k and v the gradient of the residual stream, which they read themselves, is added.
+
+    So is that of the MLP's input. The first block's input is float, with a gradient in blocks like all others.
+    """
+    model, tokens = bert(), torch.randint(0, 64, (2, 16))
+    with Calls() as calls, torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, labels=tokens).loss
+        forward = calls.count[ADD]
+        loss.backward()
+    assert (calls.count[SUM], calls.count[ADD] - forward) == (2, 4)
+
+
+def test_a_sum_with_a_residual_gradient():
+    """Its value, and in whatever order autograd adds; two residual gradients are added up."""
+    torch.manual_seed(0)
+    x, layers = case(), linears(3, bias=False)
+    other, more = (quantize_blocks(torch.randn(3, 50, 72)) for _ in range(2))
+    products = [gradient_alone(layer, x) for layer in layers]
+    exact = sum(map(product_in_float64, products)) + other.dequantize()
+    for place in range(4):
+        parts = [gradient_alone(layer, x) for layer in layers]
+        parts.insert(place, other)
+        with Calls() as calls, torch.no_grad():
+            grad = functools.reduce(operator.add, parts)
+            got = grad.dequantize()
+        assert (calls.count[SUM], calls.count[ADD]) == (1, 1)
+        with torch.no_grad():
+            again = (functools.reduce(operator.add, parts) + more).dequantize()
+        assert (got - exact).norm() < 0.01 * exact.norm()
+        assert (again - exact - more.dequantize()).norm() < 0.02 * exact.norm()
+
+
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_compiled_llama(fresh_dynamo, autocast):
+@pytest.mark.parametrize(("build", "expected"), [(llama, (2, 2)), (bert, (2, 4))])
+def test_compiled(fresh_dynamo, autocast, build, expected):
+    """Llama's gate and up are added; its norms add the residual stream's gradient."""
     graphs = []
 
     def backend(graph, inputs):
@@ -225,7 +272,7 @@ def test_a_compiled_llama(fresh_dynamo, autocast):
 
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
 
-    model, tokens = llama(), torch.randint(0, 64, (2, 16))
+    model, tokens = build(), torch.randint(0, 64, (2, 16))
     grads = {}
     for name, run in {"eager": model, "compiled": torch.compile(model, backend=backend)}.items():
         model.zero_grad()
@@ -233,7 +280,7 @@ def test_a_compiled_llama(fresh_dynamo, autocast):
             run(tokens, labels=tokens).loss.backward()
         grads[name] = [parameter.grad for parameter in model.parameters()]
     _, backward = graphs
-    assert (backward[SUM], backward[ADD]) == (2, 2)  # gate and up are added; norms add the residual stream's gradient
+    assert (backward[SUM], backward[ADD]) == expected
     for got, expected in zip(grads["compiled"], grads["eager"], strict=True):
         assert (got - expected).norm() <= 0.02 * expected.norm()
 
