@@ -22,8 +22,10 @@ from test_attention_matrix import kernel_error, name_of
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention import pipeline as module
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import packed as hopper_packed
+from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.operands import Bias
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.tiles import attention_tile
@@ -212,7 +214,12 @@ def test_a_cap_of_16384_is_accepted():
 def test_hoppers_kernels_are_never_asked(monkeypatch):
     """They cap nothing; one that took such a call would be wrong without a sign of it."""
     asked = []
-    hoppers = ((hopper, "fits"), (hopper_packed, "fits_packed"), (hopper_dense, "fits"), (hopper_dense, "fits_mask"))
+    hoppers = (
+        (specialized, "fits"),
+        (hopper_packed, "fits_packed"),
+        (hopper_dense, "fits"),
+        (hopper_dense, "fits_mask"),
+    )
     for owner, name in hoppers:
         monkeypatch.setattr(owner, name, lambda *call, asks=(owner, name), **named: asked.append(asks) or False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,20 +4,20 @@ A program computes windows one after the other. While it computes one, the next 
 the number of programs is a multiple of the number of different biases, as of Swin's heads and windows of an image, all
 windows of a program have the same bias, which stays in shared memory.
 
-Keys are one or two pieces (hopper_pieces.py) that a program sees at once, so that there is one exact softmax.
+Keys are one or two pieces (pieces.py) that a program sees at once, so that there is one exact softmax.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from qframework.kernels.attention.hopper_piece_form import ROWS
+from qframework.kernels.attention.hopper.piece_form import ROWS
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_piece_bias import load_biases, with_bias
-    from qframework.kernels.attention.hopper_pieces import piece_products, store_result, visit_pieces
+    from qframework.kernels.attention.hopper.piece_bias import load_biases, with_bias
+    from qframework.kernels.attention.hopper.pieces import piece_products, store_result, visit_pieces
     from qframework.kernels.runtime.gluon import (
         barrier,
         fence_async_shared,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention.hopper_piece_form import Added
+from qframework.kernels.attention.hopper.piece_form import Added
 from qframework.kernels.attention.operands import Bias, last_contiguous
 from qframework.kernels.runtime.launch import power_of_2
 from qframework.numerics import FLOAT_DTYPES

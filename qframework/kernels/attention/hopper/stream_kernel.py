@@ -6,7 +6,7 @@ warpgroups in different phases share its tensor cores and special functions. The
 and across tiles. Of INT8 values each warpgroup converts half of a block to float16, a block ahead.
 
 The last keys that a tile attends to, which alone may need a mask, are visited first, in pieces as in
-hopper_resident_kernel.py: under causality those of the tile's own places. With a bool mask the blocks of mask_blocks.py
+resident_kernel.py: under causality those of the tile's own places. With a bool mask the blocks of mask_blocks.py
 are visited instead: those kept in part, then those kept whole, whose instructions are those without a mask. Where the
 first is that of the tile's own places and keeps what causality would, it is visited as a causal one.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from qframework.kernels.attention import mask_blocks
-from qframework.kernels.attention.hopper_piece_form import BLOCK_N, ROWS
+from qframework.kernels.attention.hopper.piece_form import BLOCK_N, ROWS
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
@@ -25,10 +25,10 @@ VALUE_STAGES = 3
 REGISTERS = 128  # of a thread
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_int8_values import as_float16, places_of_values
-    from qframework.kernels.attention.hopper_mask import entry_of, kept_scores, kept_words
-    from qframework.kernels.attention.hopper_piece_form import scores_layout
-    from qframework.kernels.attention.hopper_pieces import (
+    from qframework.kernels.attention.hopper.int8_values import as_float16, places_of_values
+    from qframework.kernels.attention.hopper.mask import entry_of, kept_scores, kept_words
+    from qframework.kernels.attention.hopper.piece_form import scores_layout
+    from qframework.kernels.attention.hopper.pieces import (
         block_products,
         first_products,
         first_visit,

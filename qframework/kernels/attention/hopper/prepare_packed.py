@@ -1,7 +1,7 @@
 """What Hopper's kernel reads of packed sequences for the integer exponential: the pass of prepare.py for each of them.
 
-Formulas and results are those of :mod:`~qframework.kernels.attention.prepare`, of every sequence by itself: K's mean,
-which is that of a sample, scales of groups that start with the sequence, and the norm of its keys.
+Formulas and results are those of :mod:`~qframework.kernels.attention.hopper.prepare`, of every sequence by itself:
+K's mean, which is that of a sample, scales of groups that start with the sequence, and the norm of its keys.
 
 Layout: ``q (total, H, D)``, ``k (total_k, Hkv, D)``, ``v (total_k, Hkv, Dv)`` with contiguous channels; scales
 ``(B, H, G)`` with as many groups as the longest sequence has. Lengths are known to the device alone. The first launch
@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qframework.kernels.attention.hopper.prepare import SAMPLE, SAMPLE_PARTS, TILE, quantized_tile, tile_mean, warps
 from qframework.kernels.attention.operands import LOG2_E, Lengths, QuantizedQK, check_offsets, sequence_of
-from qframework.kernels.attention.prepare import SAMPLE, SAMPLE_PARTS, TILE, quantized_tile, tile_mean, warps
 from qframework.kernels.attention.quantize_qk import finite_or_zero
 from qframework.kernels.attention.triton import LEAST_SCALE, Heads
 from qframework.kernels.attention.variants import AttentionVariant, TokenGroups, token_groups
@@ -199,7 +199,7 @@ def prepare_packed_triton(
         q: ``(total, H, D)`` in 16 bit, its channels contiguous, as those of the others.
         k: ``(total_k, Hkv, D)``.
         v: ``(total_k, Hkv, Dv)``.
-        variant: of :func:`~qframework.kernels.attention.prepare.can_prepare`, with the integer exponential.
+        variant: of :func:`~qframework.kernels.attention.hopper.prepare.can_prepare`, with the integer exponential.
         scale: of the softmax.
         smooth_k: whether to subtract K's mean.
         lengths: of the sequences; starts that are out of range are clamped, as in the other kernels.

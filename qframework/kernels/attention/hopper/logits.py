@@ -1,16 +1,16 @@
-"""From products of a block of keys to weights in Hopper's attention kernel (hopper_kernel.py): scales, biases, masks.
+"""From products of a block of keys to weights in specialized_kernel.py: scales, biases, masks.
 
-The arithmetic itself is that of hopper_softmax.py.
+The arithmetic itself is that of softmax.py.
 """
 
 from __future__ import annotations
 
-from qframework.kernels.attention.hopper_softmax import ROWS
+from qframework.kernels.attention.hopper.softmax import ROWS
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_softmax import (
+    from qframework.kernels.attention.hopper.softmax import (
         exact_weights,
         fp8_weights,
         halves,

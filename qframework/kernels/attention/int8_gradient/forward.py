@@ -2,7 +2,7 @@
 
 Formula: ``O = (m P / (1 - p)) V`` with ``P = softmax(S)`` of INT8 products and the mask m of
 :mod:`~qframework.kernels.attention.dropout`; the log-sum-exp is that of all logits. P and V are multiplied in 16 bit.
-Layout: see :mod:`~qframework.kernels.attention.int8_gradient`.
+Layout: see :mod:`~qframework.kernels.attention.int8_gradient.int8_gradient`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention.dropout import factor_of, keep_ref, kept, key_words, query_words, threshold_of
-from qframework.kernels.attention.int8_gradient_reference import GradientTile, logits_ref, repeat_heads
-from qframework.kernels.attention.int8_gradient_steps import (
+from qframework.kernels.attention.int8_gradient.reference import GradientTile, logits_ref, repeat_heads
+from qframework.kernels.attention.int8_gradient.steps import (
     KEYS_OF_SCALE,
     QUERIES_OF_SCALE,
     TO_BASE_2,
     float_dot,
     load_tokens,
 )
-from qframework.kernels.attention.int8_gradient_triton import low_precision
+from qframework.kernels.attention.int8_gradient.triton import low_precision
 from qframework.kernels.attention.operands import LOG2_E, QuantizedQK, query_memory_order
 from qframework.kernels.attention.triton import Heads
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2

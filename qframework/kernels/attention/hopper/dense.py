@@ -1,8 +1,8 @@
 """Attention for Hopper by many small programs: which calls, and the launches of three kernels.
 
-hopper_window_kernel.py computes many windows one after the other, hopper_resident_kernel.py keeps all keys of a head in
-shared memory, hopper_stream_kernel.py lets them pass through and may be causal. The first two add a mask or bias, the
-third visits the blocks of a bool mask (mask_blocks.py), in 16 bit. hopper_dense_plan.py chooses between them.
+window_kernel.py computes many windows one after the other, resident_kernel.py keeps all keys of a head in
+shared memory, stream_kernel.py lets them pass through and may be causal. The first two add a mask or bias, the
+third visits the blocks of a bool mask (mask_blocks.py), in 16 bit. dense_plan.py chooses between them.
 Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency, but for causal
 ones of about 128, and with a mask or bias. Scales are one per tensor or head, and their product with the softmax scale
 must be positive: maxima are taken before scaling.
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper
-from qframework.kernels.attention.hopper_bias import NO_BIAS, DenseBias
-from qframework.kernels.attention.hopper_dense_plan import (
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.bias import NO_BIAS, DenseBias
+from qframework.kernels.attention.hopper.dense_plan import (
     MAX_CHANNELS,
     DensePlan,
     heads_in_turn,
@@ -28,7 +28,7 @@ from qframework.kernels.attention.hopper_dense_plan import (
     slices_of,
     split,
 )
-from qframework.kernels.attention.hopper_piece_form import BLOCK_N, HALF, ROWS, PieceForm
+from qframework.kernels.attention.hopper.piece_form import BLOCK_N, HALF, ROWS, PieceForm
 from qframework.kernels.attention.mask_blocks import MaskBlocks
 from qframework.kernels.attention.operands import LOG2_E, query_memory_order
 from qframework.kernels.runtime.chip import capability_of, chip_of
@@ -44,9 +44,9 @@ _MASK_KEYS = 255  # up to which a mask costs less where all keys of a head stay 
 _ROW_MASK_KEYS = 192  # up to which a mask without rows costs less where all keys stay in shared memory
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_resident_kernel import kernel as resident
-    from qframework.kernels.attention.hopper_stream_kernel import kernel as streaming
-    from qframework.kernels.attention.hopper_window_kernel import kernel as windowed
+    from qframework.kernels.attention.hopper.resident_kernel import kernel as resident
+    from qframework.kernels.attention.hopper.stream_kernel import kernel as streaming
+    from qframework.kernels.attention.hopper.window_kernel import kernel as windowed
 
 
 class DenseScales(NamedTuple):
@@ -74,7 +74,7 @@ def fits(
         v: ``(B, Hkv, Nk, Dv)``.
         dtype: of the result: 16 bit, or int8 for int8 operands.
         causal: whether query ``i`` attends to keys ``0..i`` only, without a bias.
-        bias: of :func:`~qframework.kernels.attention.hopper_bias.dense_bias`.
+        bias: of :func:`~qframework.kernels.attention.hopper.bias.dense_bias`.
     """
     int8 = q.dtype == torch.int8
     if bias is None or not HAS_GLUON or capability_of(q.device) != (9, 0):
@@ -92,7 +92,7 @@ def fits(
     if not bias.is_empty and not takes_bias(q.shape[2], k.shape[2], widest, int8, bias.itemsize, bias.columns):
         return False
     whole = v.shape[3] * dtype.itemsize % 16 == 0  # of the result's rows
-    return whole and all(hopper.addressable(x) for x in (q, k, v))
+    return whole and all(specialized.addressable(x) for x in (q, k, v))
 
 
 def takes_bias(queries: int, keys: int, channels: int, int8: bool, itemsize: int, columns: int = 0) -> bool:
@@ -208,10 +208,10 @@ def _launch_windows(
     form = _form(q, k, v, out, how, bias)
     sizes = (form.first, form.second or form.first)
     launch(windowed, (how.parts,))(
-        hopper.describe(q, ROWS, form.block_d),
-        *(hopper.describe(k, n, form.block_d) for n in sizes),
-        *(hopper.describe(v, n, form.block_dv) for n in sizes),
-        hopper.describe(out, ROWS, form.block_dv),
+        specialized.describe(q, ROWS, form.block_d),
+        *(specialized.describe(k, n, form.block_d) for n in sizes),
+        *(specialized.describe(v, n, form.block_dv) for n in sizes),
+        specialized.describe(out, ROWS, form.block_dv),
         *bias.arguments,
         logit_scale,
         heads,
@@ -242,8 +242,8 @@ def _launch_resident(
     rows, sizes = ROWS * how.warpgroups, (form.first, form.second or form.first, BLOCK_N)
     descs = []
     for d, dv in ((form.block_d, form.block_dv), (form.rest_d or form.block_d, form.rest_dv or form.block_dv)):
-        descs += [hopper.describe(q, rows, d), *(hopper.describe(k, n, d) for n in sizes)]
-        descs += [*(hopper.describe(v, n, dv) for n in sizes), hopper.describe(out, rows, dv)]
+        descs += [specialized.describe(q, rows, d), *(specialized.describe(k, n, d) for n in sizes)]
+        descs += [*(specialized.describe(v, n, dv) for n in sizes), specialized.describe(out, rows, dv)]
     launch(resident, (how.parts * heads * batch,))(
         *descs,
         v,
@@ -261,7 +261,7 @@ def _launch_resident(
         *bias.sizes,
         *bias.width_arguments,
         _one(logit_scale),
-        V_LAYOUT=hopper.layout(form.first, form.block_dv, torch.float16 if form.int8_values else v.dtype),
+        V_LAYOUT=specialized.layout(form.first, form.block_dv, torch.float16 if form.int8_values else v.dtype),
         PER_HEAD=_per_head(scales),
         FORM=form,
         BLOCKS=split(keys).blocks,
@@ -328,10 +328,10 @@ def _launch_streaming(
     )
     mask = (None,) * 6 if blocks is None else (blocks.bits, blocks.order, blocks.counts, *blocks.order.shape[:3])
     launch(streaming, (how.parts,))(
-        hopper.describe(q, ROWS, form.block_d),
-        hopper.describe(k, form.block_n, form.block_d),
-        hopper.describe(v, form.block_n, form.block_dv),
-        hopper.describe(out, ROWS, form.block_dv),
+        specialized.describe(q, ROWS, form.block_d),
+        specialized.describe(k, form.block_n, form.block_d),
+        specialized.describe(v, form.block_n, form.block_dv),
+        specialized.describe(out, ROWS, form.block_dv),
         *scales,
         lse,
         logit_scale,
@@ -340,10 +340,10 @@ def _launch_streaming(
         queries,
         keys,
         tiles,
-        heads_in_turn(batch * heads, tiles, how.parts, hopper.heads_at_once(q, k, v)) if causal or uneven else 1,
+        heads_in_turn(batch * heads, tiles, how.parts, specialized.heads_at_once(q, k, v)) if causal or uneven else 1,
         items,
         *mask,
-        V_LAYOUT=hopper.layout(form.block_n, form.block_dv, torch.float16 if int8 else v.dtype),
+        V_LAYOUT=specialized.layout(form.block_n, form.block_dv, torch.float16 if int8 else v.dtype),
         PER_HEAD=_per_head(scales),
         FORM=form,
         num_warps=4,

@@ -7,13 +7,13 @@ share a word of 32 bits, as P V reads them, so that one instruction rounds, adds
 
 from __future__ import annotations
 
-from qframework.kernels.attention.hopper_piece_form import BLOCK_N, HALF, ROWS
+from qframework.kernels.attention.hopper.piece_form import BLOCK_N, HALF, ROWS
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_piece_form import result_layout, scores_layout
-    from qframework.kernels.attention.hopper_softmax import LOWEST, apart, in_octaves, natural_rescale, sums_of_two
+    from qframework.kernels.attention.hopper.piece_form import result_layout, scores_layout
+    from qframework.kernels.attention.hopper.softmax import LOWEST, apart, in_octaves, natural_rescale, sums_of_two
     from qframework.kernels.runtime.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
     _ROWS, _BLOCK_N, _HALF, _NATURAL = (gl.constexpr(x) for x in (ROWS, BLOCK_N, HALF, 1 / LOG2_E))

@@ -1,6 +1,6 @@
 """The reference of the 8-bit gradient of attention in plain torch: the kernels' arithmetic, in any float dtype.
 
-Formula: see :mod:`~qframework.kernels.attention.int8_gradient`.
+Formula: see :mod:`~qframework.kernels.attention.int8_gradient.int8_gradient`.
 """
 
 from __future__ import annotations

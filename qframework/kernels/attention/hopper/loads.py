@@ -1,4 +1,4 @@
-"""What Hopper's attention kernel (hopper_kernel.py) is compiled for, its order of tiles, and its loading warp.
+"""What specialized_kernel.py is compiled for, its order of tiles, and its loading warp.
 
 Items are tiles of queries; all warps visit them, and the blocks of keys of each, in the order of these functions.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from qframework.kernels.attention import mask_blocks
-from qframework.kernels.attention.hopper_softmax import ROWS
-from qframework.kernels.attention.packed import EDGE, RECORD
+from qframework.kernels.attention.hopper.packed_items import EDGE, RECORD
+from qframework.kernels.attention.hopper.softmax import ROWS
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 BLOCK_M = 2 * ROWS
@@ -43,7 +43,7 @@ class Form(NamedTuple):
 
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_mask import entry_of
+    from qframework.kernels.attention.hopper.mask import entry_of
     from qframework.kernels.runtime.gluon import gl, gluon, mbarrier, next_stage, tma_load
 
     _ROWS, _BLOCK_M = gl.constexpr(ROWS), gl.constexpr(BLOCK_M)
@@ -102,7 +102,7 @@ if HAS_GLUON:
     def place_of(b, h, start, tokens, token, channel, FORM: gl.constexpr):
         """Where TMA finds a block that starts at ``token`` of a sequence; what is beyond its ``tokens`` is outside.
 
-        Packed: see :func:`~qframework.kernels.attention.packed.ragged`.
+        Packed: see :func:`~qframework.kernels.attention.hopper.packed_items.ragged`.
         """
         PACKED: gl.constexpr = FORM.packed
         if PACKED:

@@ -1,6 +1,6 @@
 """What the kernels of the 8-bit gradient of attention share: loads, products, rows as integers.
 
-Formula and layout: see :mod:`~qframework.kernels.attention.int8_gradient`.
+Formula and layout: see :mod:`~qframework.kernels.attention.int8_gradient.int8_gradient`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decoding for Hopper where many rows share a key head: which calls, how they are divided, and the launch.
 
-The kernel is decode_hopper_kernel.py; decode.py adds the shares of its programs and has all other calls.
+The kernel is hopper_kernel.py; decode.py adds the shares of its programs and has all other calls.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper
-from qframework.kernels.attention.decode_arguments import DecodeAttentionArguments, Shares
-from qframework.kernels.attention.decode_hopper_kernel import ROWS, RowsForm
+from qframework.kernels.attention.decode.arguments import DecodeAttentionArguments, Shares
+from qframework.kernels.attention.decode.hopper_kernel import ROWS, RowsForm
+from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -36,7 +36,7 @@ _MAX_SPLITS = 256
 _MASKED_QUERIES = 16  # of which each key has a bit
 
 if HAS_GLUON:
-    from qframework.kernels.attention.decode_hopper_kernel import kernel
+    from qframework.kernels.attention.decode.hopper_kernel import kernel
 
 
 class RowsPlan(NamedTuple):
@@ -65,7 +65,7 @@ def fits(x: DecodeAttentionArguments) -> bool:
         return False
     words = x.scales.stride(3) == 1 and x.scales.stride(2) == 2 and all(s % 2 == 0 for s in x.scales.stride()[:2])
     aligned = x.scales.data_ptr() % 4 == 0 and x.query.stride(3) == 1
-    return words and aligned and all(hopper.addressable(cache) for cache in (x.key, x.value))
+    return words and aligned and all(specialized.addressable(cache) for cache in (x.key, x.value))
 
 
 def worth(rows: int, tokens: int, channels: tuple[int, int], multiprocessors: int) -> bool:
@@ -163,8 +163,8 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> 
         split=plan.splits > 1,
     )
     launch(kernel, (cdiv(x.rows, ROWS * plan.warpgroups), plan.splits, batch * kv))(
-        hopper.describe(x.key, plan.block_n, block_d),
-        hopper.describe(x.value, plan.block_n, block_dv),
+        specialized.describe(x.key, plan.block_n, block_d),
+        specialized.describe(x.value, plan.block_n, block_dv),
         x.query,
         x.scales,
         x.scales if x.lengths is None else x.lengths,
@@ -182,7 +182,7 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> 
         *(stride // 2 for stride in x.scales.stride()[:2]),
         x.lengths.stride(0) if x.lengths is not None and x.lengths.shape[0] > 1 else 0,
         *((0, 0, 0) if mask is None else (mask.stride(0), mask.stride(2), mask.stride(3))),
-        V_LAYOUT=hopper.layout(plan.block_n, block_dv, torch.float16),
+        V_LAYOUT=specialized.layout(plan.block_n, block_dv, torch.float16),
         FORM=form,
         num_warps=4 * plan.warpgroups,
         maxnreg=_REGISTERS,

@@ -38,7 +38,7 @@ class RowsForm(NamedTuple):
 
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_int8_values import store_as_float16
+    from qframework.kernels.attention.hopper.int8_values import store_as_float16
     from qframework.kernels.runtime.gluon import (
         barrier,
         fence_async_shared,

@@ -9,8 +9,8 @@ With a soft cap, logits are ``softcap * tanh((q[m] k8[n] * k_scale[n] + q[m] mea
 which the softmax does depend on K's mean.
 
 Layout: ``query (B, H, N, D)`` float; ``key (B, Hkv, capacity, D)`` and ``value (B, Hkv, capacity, Dv)`` int8 of
-:func:`~qframework.kernels.attention.cache_append.cache_append`, with ``scales (B, Hkv, capacity, 2)`` bf16, those of a
-token's key and of its value. ``out (B, H, N, Dv)`` in the memory order (B, N, H, Dv). Reference:
+:func:`~qframework.kernels.attention.decode.cache_append.cache_append`, with ``scales (B, Hkv, capacity, 2)`` bf16, of
+a token's key and of its value. ``out (B, H, N, Dv)`` in the memory order (B, N, H, Dv). Reference:
 ``decode_attention_ref``, which is the CPU implementation as well.
 
 The time of a step is that of reading the cache once. The keys are therefore split over programs (Dao et al., 2023,
@@ -19,7 +19,7 @@ program. Numerics of the kernel: 16-bit queries as they are, float32 ones in fp1
 products with k8 are exact in fp32. P and v8 in bf16, where v8 is exact, summed in fp32.
 
 On Hopper, more than 32 rows of a key head (queries times heads), or 17 where there is much to read, take another
-kernel, decode_hopper.py. Numerics there: queries in 16 bit relative to their row's maximum, exact products; P times V's
+kernel, hopper.py. Numerics there: queries in 16 bit relative to their row's maximum, exact products; P times V's
 scale in fp16 relative to the largest scale so far, summed in fp32, and the shares of programs in fp16.
 """
 
@@ -30,10 +30,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import decode_hopper
-from qframework.kernels.attention.decode_arguments import NAME, DecodeAttentionArguments, Shares
-from qframework.kernels.attention.decode_hopper import RowsPlan
-from qframework.kernels.attention.decode_kernel import (
+from qframework.kernels.attention.decode import hopper as decode_hopper
+from qframework.kernels.attention.decode.arguments import NAME, DecodeAttentionArguments, Shares
+from qframework.kernels.attention.decode.hopper import RowsPlan
+from qframework.kernels.attention.decode.triton import (
     _combine_kernel,
     _combine_rows_kernel,
     _decode_attention_kernel,

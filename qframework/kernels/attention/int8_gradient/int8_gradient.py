@@ -27,7 +27,7 @@ contiguous; their left ones, P and dS, are computed in registers and change plac
 either order, which is why ``"mixed"`` needs no copies.
 
 Layout: as ``sage_attention``. Float32 is multiplied in BF16 on a GPU and in float32 on a CPU.
-Reference and CPU implementation: ``int8_gradient_reference.py``.
+Reference and CPU implementation: ``reference.py``.
 Source: SageAttention3 (arXiv 2505.11594, section 4) and SageBwd (arXiv 2603.02170).
 """
 
@@ -43,7 +43,6 @@ from torch.nn import functional as F
 
 from qframework.compat.fused_attention import Backward, fused_backward, has_kernel, place_of_keys
 from qframework.errors import QFrameworkError, UnsupportedError, either
-from qframework.kernels.attention import hopper, hopper_dense
 from qframework.kernels.attention.arguments import (
     Canonical,
     SageAttentionArguments,
@@ -53,9 +52,12 @@ from qframework.kernels.attention.arguments import (
     empty_result,
     in_four_dimensions,
 )
-from qframework.kernels.attention.int8_gradient_forward import Dropout, forward_ref, forward_triton
-from qframework.kernels.attention.int8_gradient_reference import GradientOperands, delta_ref, gradients_ref
-from qframework.kernels.attention.int8_gradient_triton import delta_triton, gradients_triton
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.prepare import stride_of
+from qframework.kernels.attention.int8_gradient.forward import Dropout, forward_ref, forward_triton
+from qframework.kernels.attention.int8_gradient.reference import GradientOperands, delta_ref, gradients_ref
+from qframework.kernels.attention.int8_gradient.triton import delta_triton, gradients_triton
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, last_contiguous, query_memory_order
 from qframework.kernels.attention.pipeline import (
     TORCH_STEPS,
@@ -65,7 +67,6 @@ from qframework.kernels.attention.pipeline import (
     quantized_values,
     reached,
 )
-from qframework.kernels.attention.prepare import stride_of
 from qframework.kernels.attention.round_tokens import BlockSums, round_tokens_ref, round_tokens_triton
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
@@ -228,11 +229,11 @@ def _multiplies_rounded(x: Int8GradientArguments, call: Canonical, variant: Atte
     if hopper_dense.fits(call.q, call.k, call.v, call.q.dtype, x.is_causal):
         return True
     at = call.q.dtype, capability_of(call.q.device)
-    return x.keeps_rounded and hopper.fits(call.q, call.k, call.v, _AS_GIVEN, *at)
+    return x.keeps_rounded and specialized.fits(call.q, call.k, call.v, _AS_GIVEN, *at)
 
 
 def _sums_of_sample(k: Tensor, mean: Tensor, steps: Steps) -> BlockSums:
-    """For K's mean over some of its keys, as in prepare.py: the softmax is the same whatever is subtracted."""
+    """For K's mean over some of its keys, as in hopper/prepare.py: the softmax is the same whatever is subtracted."""
     sample = k[:, :, :: stride_of(k.shape[2], all_of_them=False)]
     return BlockSums(steps.block_sums(sample, None, sample.shape[2]), sample.shape[2], mean)
 

@@ -1,4 +1,4 @@
-"""What Hopper's kernel reads, in one pass: Q and K in INT8, and V in bfloat16 with the norm of K, or V in E4M3.
+"""What specialized_kernel.py reads, in one pass: Q and K in INT8, and V in bfloat16 with the norm of K, or V in E4M3.
 
 V is in bfloat16 for the integer exponential. Formulas: :mod:`~qframework.kernels.attention.quantize_qk`, for groups
 within blocks of QUERY_BLOCK tokens, and :mod:`~qframework.kernels.attention.quantize_v`. The norm is the largest

@@ -1,16 +1,16 @@
-"""The two products of a block of keys in Hopper's attention kernel (hopper_kernel.py), and its result.
+"""The two products of a block of keys in specialized_kernel.py, and its result.
 
 Channels are one or two slices. Products are started in flight; who waits for them says so.
 """
 
 from __future__ import annotations
 
-from qframework.kernels.attention.hopper_softmax import ROWS
+from qframework.kernels.attention.hopper.softmax import ROWS
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_softmax import fp8_operand
+    from qframework.kernels.attention.hopper.softmax import fp8_operand
     from qframework.kernels.runtime.gluon import (
         fence_async_shared,
         gl,

@@ -6,12 +6,12 @@ queries and of keys, so that the tensor cores add them: a query has its heights 
 
 from __future__ import annotations
 
-from qframework.kernels.attention.hopper_piece_form import ROWS
+from qframework.kernels.attention.hopper.piece_form import ROWS
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_piece_form import scores_layout
+    from qframework.kernels.attention.hopper.piece_form import scores_layout
     from qframework.kernels.runtime.gluon import gl, gluon
 
     _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)

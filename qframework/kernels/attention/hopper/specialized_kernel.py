@@ -26,16 +26,16 @@ from __future__ import annotations
 from typing import Any
 
 from qframework.kernels.attention import mask_blocks
-from qframework.kernels.attention.hopper_loads import BLOCK_M
-from qframework.kernels.attention.hopper_softmax import ROWS
+from qframework.kernels.attention.hopper.loads import BLOCK_M
+from qframework.kernels.attention.hopper.packed_items import EDGE, RECORD
+from qframework.kernels.attention.hopper.softmax import ROWS
 from qframework.kernels.attention.operands import LOG2_E
-from qframework.kernels.attention.packed import EDGE, RECORD
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_loads import (
+    from qframework.kernels.attention.hopper.loads import (
         block_at,
         blocks_of,
         buffers,
@@ -44,7 +44,7 @@ if HAS_GLUON:
         number_of_items,
         place_of,
     )
-    from qframework.kernels.attention.hopper_logits import (
+    from qframework.kernels.attention.hopper.logits import (
         bias_of,
         fp8_weights_of,
         head_bias_of,
@@ -53,7 +53,7 @@ if HAS_GLUON:
         scales_of_block,
         weights_of,
     )
-    from qframework.kernels.attention.hopper_products import (
+    from qframework.kernels.attention.hopper.products import (
         added_values,
         finish_values,
         products_of,
@@ -62,7 +62,7 @@ if HAS_GLUON:
         store_lse,
         store_result,
     )
-    from qframework.kernels.attention.hopper_softmax import (
+    from qframework.kernels.attention.hopper.softmax import (
         LOWEST,
         bounded_weights,
         halves,

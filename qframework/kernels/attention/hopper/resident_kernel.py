@@ -15,21 +15,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from qframework.kernels.attention.hopper_piece_form import BLOCK_N, ROWS
+from qframework.kernels.attention.hopper.piece_form import BLOCK_N, ROWS
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_int8_values import load_int8_values, store_as_float16
-    from qframework.kernels.attention.hopper_piece_bias import (
+    from qframework.kernels.attention.hopper.int8_values import load_int8_values, store_as_float16
+    from qframework.kernels.attention.hopper.piece_bias import (
         load_biases,
         load_factors,
         store_factors,
         store_places,
         with_bias,
     )
-    from qframework.kernels.attention.hopper_pieces import (
+    from qframework.kernels.attention.hopper.pieces import (
         block_products,
         piece_products,
         scales_of,

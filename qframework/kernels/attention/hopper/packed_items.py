@@ -1,4 +1,4 @@
-"""Packed sequences for Hopper's kernel: its list of items, and TMA descriptors that end with a sequence.
+"""Packed sequences for specialized_kernel.py: its list of items, and TMA descriptors that end with a sequence.
 
 An item is a tile of queries of a head. Lengths are known to the device alone, so a kernel writes the list: sequences
 with the most keys first, so that the programs, which take every n-th item, end at about the same time; then heads, so

@@ -1,4 +1,4 @@
-"""Plans of dense attention on Hopper (hopper_dense.py): which of its kernels, how many programs, pieces of keys."""
+"""Plans of dense attention on Hopper (dense.py): which of its kernels, how many programs, pieces of keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper
-from qframework.kernels.attention.hopper_bias import NO_BIAS, DenseBias
-from qframework.kernels.attention.hopper_piece_form import BLOCK_N, HALF, ROWS
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.bias import NO_BIAS, DenseBias
+from qframework.kernels.attention.hopper.piece_form import BLOCK_N, HALF, ROWS
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.launch import cdiv, power_of_2
 
@@ -50,7 +50,7 @@ class DensePlan(NamedTuple):
 @functools.cache
 def slices_of(channels: int) -> tuple[int, int]:
     """Slices of a head, powers of two; the second may be 0."""
-    return hopper.slices(channels) if channels > MAX_CHANNELS else (max(power_of_2(channels), 32), 0)
+    return specialized.slices(channels) if channels > MAX_CHANNELS else (max(power_of_2(channels), 32), 0)
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, bias: DenseBias = NO_BIAS, causal: 
 def plan_windows(
     heads: int, queries: int, keys: int, channels: int, processors: int, itemsize: int, period: int
 ) -> DensePlan:
-    """The launch of hopper_window_kernel.py for windows of up to 64 tokens.
+    """The launch of window_kernel.py for windows of up to 64 tokens.
 
     Args:
         heads: of all windows.

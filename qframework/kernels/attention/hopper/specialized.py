@@ -1,7 +1,7 @@
-"""Attention for Hopper: what its kernel (hopper_kernel.py) computes, and its launch.
+"""Attention for Hopper by warps of their own for loads and products: what specialized_kernel.py computes, its launch.
 
-Used for large problems, dense or packed (hopper_packed.py), with the log-sum-exp where nothing is added to logits;
-triton.py handles all others.
+Used for large problems, dense or packed (packed.py), with the log-sum-exp where nothing is added to logits;
+../triton.py handles all others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.attention import mask_blocks
-from qframework.kernels.attention.hopper_loads import BLOCK_M, BiasKind, Form
-from qframework.kernels.attention.hopper_softmax import ROWS
+from qframework.kernels.attention.hopper.loads import BLOCK_M, BiasKind, Form
+from qframework.kernels.attention.hopper.packed_items import ragged
+from qframework.kernels.attention.hopper.prepare import can_prepare
+from qframework.kernels.attention.hopper.softmax import ROWS
 from qframework.kernels.attention.mask_blocks import mask_blocks_triton
 from qframework.kernels.attention.operands import (
     Bias,
@@ -26,8 +28,6 @@ from qframework.kernels.attention.operands import (
     p_range,
     query_memory_order,
 )
-from qframework.kernels.attention.packed import ragged
-from qframework.kernels.attention.prepare import can_prepare
 from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, fits_hopper, paired, token_groups
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -38,11 +38,11 @@ _SHARED = 226 * 1024  # bytes of a multiprocessor for tiles; barriers take the l
 
 _CACHE = 20 * 2**20  # bytes of an H100's 50 MiB of L2 cache, whose halves hold copies of each other's
 
-LEAST_TOKENS = 512  # from which a pass that quantizes Q or K pays; triton.py quantizes Q within its kernel
+LEAST_TOKENS = 512  # from which a pass that quantizes Q or K pays; ../triton.py quantizes Q within its kernel
 LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_kernel import kernel
+    from qframework.kernels.attention.hopper.specialized_kernel import kernel
     from qframework.kernels.runtime.gluon import TensorDescriptor, gl
 
 

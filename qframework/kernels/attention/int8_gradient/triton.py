@@ -1,7 +1,7 @@
 """Launches of the kernels of the 8-bit gradient of attention: one pass over blocks of keys, one over blocks of queries.
 
-Formula and layout: see :mod:`~qframework.kernels.attention.int8_gradient`. The passes compute S and dP each, which is
-two products of seven, so that neither dQ nor dK and dV need atomic additions: results repeat bit for bit.
+Formula and layout: see :mod:`~qframework.kernels.attention.int8_gradient.int8_gradient`. The passes compute S and dP
+each, two products of seven, so that neither dQ nor dK and dV need atomic additions: results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention.dropout import factor_of, threshold_of
-from qframework.kernels.attention.int8_gradient_keys import _key_pass_kernel
-from qframework.kernels.attention.int8_gradient_queries import _query_pass_kernel
-from qframework.kernels.attention.int8_gradient_reference import GradientOperands, GradientTile
-from qframework.kernels.attention.int8_gradient_steps import PassLayout, load_tokens
+from qframework.kernels.attention.int8_gradient.keys import _key_pass_kernel
+from qframework.kernels.attention.int8_gradient.queries import _query_pass_kernel
+from qframework.kernels.attention.int8_gradient.reference import GradientOperands, GradientTile
+from qframework.kernels.attention.int8_gradient.steps import PassLayout, load_tokens
 from qframework.kernels.attention.operands import LOG2_E, check_offsets, last_contiguous
 from qframework.kernels.attention.quantize_v import padded_tokens
 from qframework.kernels.attention.triton import Heads

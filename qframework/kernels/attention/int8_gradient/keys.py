@@ -1,12 +1,12 @@
 """The pass over blocks of keys of the 8-bit gradient of attention: dK and dV.
 
-Formula and layout: see :mod:`~qframework.kernels.attention.int8_gradient`.
+Formula and layout: see :mod:`~qframework.kernels.attention.int8_gradient.int8_gradient`.
 """
 
 from __future__ import annotations
 
 from qframework.kernels.attention.dropout import kept, key_words, query_words
-from qframework.kernels.attention.int8_gradient_steps import (
+from qframework.kernels.attention.int8_gradient.steps import (
     KEYS_OF_SCALE,
     NOWHERE,
     QUERIES_OF_SCALE,

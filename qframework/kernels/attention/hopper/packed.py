@@ -1,4 +1,4 @@
-"""Packed sequences in Hopper's kernel: which calls, and their launch.
+"""Packed sequences in specialized_kernel.py: which calls, and their launch.
 
 Calls with everything in 16 bit, and those of the integer exponential, which prepare_packed.py quantizes. Other variants
 with Q and K in INT8 are left to the general kernel.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention.hopper import addressable, form_of, reads, slices_of, takes
-from qframework.kernels.attention.hopper_softmax import ROWS
+from qframework.kernels.attention.hopper.packed_items import EDGE, most_items, packed_items_triton
+from qframework.kernels.attention.hopper.prepare import can_prepare
+from qframework.kernels.attention.hopper.softmax import ROWS
+from qframework.kernels.attention.hopper.specialized import addressable, form_of, reads, slices_of, takes
 from qframework.kernels.attention.operands import Lengths, QuantizedQK
-from qframework.kernels.attention.packed import EDGE, most_items, packed_items_triton
-from qframework.kernels.attention.prepare import can_prepare
 from qframework.kernels.attention.variants import AttentionVariant
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_kernel import kernel
+    from qframework.kernels.attention.hopper.specialized_kernel import kernel
 
 
 def fits_packed(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, lengths: Lengths) -> bool:
