@@ -37,7 +37,7 @@ from qframework.outputs import output_file
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLUSH_BYTES = 128 * 2**20
 KEY_BIAS = 2.0
-# Forms of the kernel with a loading warp: changes to hopper_loads.Form; results must be equal.
+# Forms of the kernel with a loading warp: changes to its Form; results must be equal.
 FORMS: dict[str, dict[str, Any]] = {"as it is": {}, "two stages": {"stages": 2}, "three stages": {"stages": 3}}
 MIXES = {
     "geometric": [8192, 4096, 4096, 2048, 2048, 2048, 1024, 1024, 1024, 1024, 512, 512, 512, 512, 512, 512],
