@@ -25,11 +25,11 @@ from benchmarks.attention_oracle import (
 )
 from benchmarks.harness import Check, UnavailableError, one_step_apart
 from qframework import numerics
-from qframework.kernels.attention import hopper
 from qframework.kernels.attention.auto import choose_variant
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.pipeline import TORCH_STEPS, TRITON_STEPS, quantized_qk, quantized_values
-from qframework.kernels.attention.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 from qframework.kernels.runtime.chip import capability_of
 
@@ -184,7 +184,7 @@ def parts_of(given: Inputs, provider: str) -> dict[str, Callable[[], object]]:
     variant, steps = resolve(name), TRITON_STEPS if given.query.device.type == "cuda" else TORCH_STEPS
     bias, scale = Bias(causal=given.shape.causal), given.shape.head_dim**-0.5
     operands = (given.query, given.key, given.value)
-    prepares = can_prepare(variant) and hopper.fits(
+    prepares = can_prepare(variant) and specialized.fits(
         *operands, variant, torch.float16, capability_of(operands[0].device)
     )
 

@@ -26,17 +26,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_oracle import float32_attention
 from qframework import calibrate_attention, sage_attention_varlen
-from qframework.kernels.attention import hopper, hopper_packed
+from qframework.kernels.attention.hopper import packed as hopper_packed
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.operands import Bias
 from qframework.kernels.attention.pipeline import _attend_triton
-from qframework.kernels.attention.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.variants import resolve
 from qframework.outputs import output_file
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLUSH_BYTES = 128 * 2**20
 KEY_BIAS = 2.0
-# Forms of the kernel with a loading warp: changes to hopper_loads.Form; results must be equal.
+# Forms of the kernel with a loading warp: changes to its Form; results must be equal.
 FORMS: dict[str, dict[str, Any]] = {"as it is": {}, "two stages": {"stages": 2}, "three stages": {"stages": 3}}
 MIXES = {
     "geometric": [8192, 4096, 4096, 2048, 2048, 2048, 1024, 1024, 1024, 1024, 512, 512, 512, 512, 512, 512],
@@ -156,12 +157,12 @@ def case_dense(shape: list[int], dtype: str, causal: bool, names: list[str], rou
 @contextlib.contextmanager
 def changed_form(changes: dict[str, Any]) -> Iterator[None]:
     """Kernels launched inside the block are of a form with these changes."""
-    original = hopper.form_of
-    hopper.form_of = lambda *given, **named: original(*given, **named)._replace(**changes)
+    original = specialized.form_of
+    specialized.form_of = lambda *given, **named: original(*given, **named)._replace(**changes)
     try:
         yield
     finally:
-        hopper.form_of = original
+        specialized.form_of = original
 
 
 def case_forms(shape: list[int], name: str, rounds: int) -> dict[str, Any]:
@@ -307,14 +308,14 @@ def case_check(shape: list[int], causal: bool, masked: bool, name: str) -> dict[
         mask = torch.arange(keys, device="cuda") < torch.tensor([[[[keys - 37]]], [[[keys // 3]]]], device="cuda")
     given = {"attn_mask": mask, "is_causal": causal, "enable_gqa": heads != key_heads, "variant": name}
     used: list[int] = []
-    launch, fits = hopper.attention_hopper, hopper.fits
-    hopper.attention_hopper = counted(launch, used)
+    launch, fits = specialized.attention_hopper, specialized.fits
+    specialized.attention_hopper = counted(launch, used)
     try:
         out = torch.ops.qframework.sage_attention(q, k, v, **given)[0]
-        hopper.fits = lambda *some, **named: False
+        specialized.fits = lambda *some, **named: False
         general = torch.ops.qframework.sage_attention(q, k, v, **given)[0]
     finally:
-        hopper.attention_hopper, hopper.fits = launch, fits
+        specialized.attention_hopper, specialized.fits = launch, fits
     wide_q, wide_k, wide_v = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (q, k, v))
     exact = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, mask, is_causal=causal)
     nans = [int(x.isnan().sum()) for x in (out, general)]

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_parts import MIXES, Runs
 from qframework import numerics, sage_attention, sage_attention_varlen
-from qframework.kernels.attention.prepare import prepare_triton
+from qframework.kernels.attention.hopper.prepare import prepare_triton
 from qframework.kernels.attention.variants import resolve
 from qframework.outputs import output_file
 

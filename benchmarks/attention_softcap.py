@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import kernel_command
 from qframework import sage_attention
-from qframework.kernels.attention import hopper
+from qframework.kernels.attention.hopper import specialized
 from qframework.tuning.kernel_tiles import graph_microseconds
 
 _CAP = 50.0
@@ -144,7 +144,7 @@ def forms(case: Case, compiles: bool) -> Iterator[tuple[str, Callable[[], Tensor
 
 def general(case: Case) -> Tensor:
     """``auto`` by the kernel of all chips."""
-    fits, hopper.fits = hopper.fits, lambda *call, **options: False
+    fits, specialized.fits = specialized.fits, lambda *call, **options: False
     try:
         return sage_attention(
             *operands_of(case), case.mask, is_causal=case.is_causal, variant="auto",
@@ -152,7 +152,7 @@ def general(case: Case) -> Tensor:
             enable_gqa=case.shape.heads != case.shape.kv_heads,
         )  # fmt: skip
     finally:
-        hopper.fits = fits
+        specialized.fits = fits
 
 
 def with_blocks(case: Case) -> Callable[[], Tensor]:

@@ -11,7 +11,7 @@ A result is right if some rows of Y, dX and dW are close to the FP64 products of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from qframework.kernels import block_quantize
 from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_shape, block_size_name, operand_size
 from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
 from qframework.kernels.blocks.linear.launch import block_linear_triton
-from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, BlockTile, Choice
+from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, Choice
 from qframework.kernels.runtime.replay import replayed
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.linear import Int8Linear
@@ -212,11 +212,6 @@ _FAST: tuple[BlockSize, ...] = (128, (1, 128), (1, 256))
 _FORCED: tuple[BlockSize, ...] = (32, 64, 128, (1, 128))
 
 
-def _early(tiles: Mapping[int, BlockTile]) -> dict[int, BlockTile]:
-    """The tiles with their ``early`` form."""
-    return {size: tile._replace(early=True) for size, tile in tiles.items()}
-
-
 PROVIDERS: dict[str, Callable[[Operands], Case]] = {
     **_for_sizes("qframework_blocks_{}", _blocks),
     **_for_sizes("qframework_floats_{}", _floats_around_blocks, _FAST),
@@ -226,9 +221,6 @@ PROVIDERS: dict[str, Callable[[Operands], Case]] = {
     **_for_sizes("block_linear_{}_int8", _kernel, _FAST, out_dtype=torch.int8),
     **_for_sizes("block_linear_{}_cooperative", _kernel, _FORCED, tiles=COOPERATIVE),
     **_for_sizes("block_linear_{}_single", _kernel, _FORCED, tiles=SINGLE),
-    **_for_sizes("block_linear_{}_early", _kernel, _FAST, tiles=_early(COOPERATIVE)),
-    **_for_sizes("block_linear_{}_int8_early", _kernel, _FAST, tiles=_early(COOPERATIVE), out_dtype=torch.int8),
-    **_for_sizes("block_linear_{}_single_early", _kernel, _FORCED[2:], tiles=_early(SINGLE)),
     "torch_bf16": _torch_bf16,
     "torch_bf16_autocast": functools.partial(_torch_bf16, master=True),
     "inductor_bf16": functools.partial(_torch_bf16, compiled=True),

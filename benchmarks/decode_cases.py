@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import Check, rows_within
-from qframework.kernels.attention.cache_append import cache_append
-from qframework.kernels.attention.decode import decode_attention
+from qframework.kernels.attention.decode.cache_append import cache_append
+from qframework.kernels.attention.decode.decode import decode_attention
 
 KEY_BIAS = 2.0  # standard deviation over channels; the signal has 1
 ROTATED_BYTES = 400 * 2**20  # the copies of a cache together, so that none stays in the L2 cache of 50 MB

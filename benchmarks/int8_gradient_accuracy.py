@@ -17,14 +17,14 @@ from torch import Tensor
 from benchmarks.harness import argument_parser
 from benchmarks.machine import describe_machine
 from qframework.files import write_json
-from qframework.kernels.attention.int8_gradient import (
+from qframework.kernels.attention.int8_gradient.int8_gradient import (
     Gradient,
     Int8GradientArguments,
     Int8GradientBackwardArguments,
     attend_cpu,
     gradient_operands_cpu,
 )
-from qframework.kernels.attention.int8_gradient_reference import REFERENCE_TILE, gradients_ref, products_of_dq
+from qframework.kernels.attention.int8_gradient.reference import REFERENCE_TILE, gradients_ref, products_of_dq
 
 SHAPES, SMOKE_SHAPES = ((1, 2, 1024, 64), (1, 2, 1024, 128)), ((1, 2, 130, 32),)
 SPREADS, SMOKE_SPREADS = (1.0, 3.0, 4.0, 5.0, 6.0, 8.0), (1.0, 6.0)

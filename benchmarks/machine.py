@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 import qframework
+from qframework.versions import installed_version
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # The flags that determine which integer and 16-bit instructions a CPU kernel can use.
@@ -37,9 +37,9 @@ def describe_machine(device: str) -> dict[str, Any]:
         **_describe_device(device),
         **_describe_cpu(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "torchao": _version("torchao"),
-        "timm": _version("timm"),
+        "triton": installed_version("triton"),
+        "torchao": installed_version("torchao"),
+        "timm": installed_version("timm"),
         "python": platform.python_version(),
         "qframework": qframework.__version__,
         "commit": commit,
@@ -91,13 +91,6 @@ def _cpuinfo(*keys: str) -> str:
         if key.strip() in keys:
             return value.strip()
     return ""
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str | None:

@@ -15,9 +15,9 @@ PACKAGE = Path(__file__).parent.parent / "qframework"
 PAGE = Path(__file__).parent / "architecture.md"
 # A room imports only from those before it; rooms of a room likewise.
 ROOMS = (
-    *("errors", "arguments", "outputs", "files", "import_hook", "lazy", "listeners", "numerics", "compat", "fallbacks"),
-    *("kernels", "devices", "attention", "graph", "quantizer", "backend", "training", "serialization", "export"),
-    *("conversion", "integrations", "evaluation", "tuning", "diagnosis", "cli", "__main__"),
+    *("errors", "arguments", "outputs", "files", "import_hook", "lazy", "listeners", "versions", "numerics", "compat"),
+    *("batches", "fallbacks", "kernels", "devices", "attention", "graph", "quantizer", "backend", "training"),
+    *("serialization", "export", "conversion", "integrations", "evaluation", "tuning", "diagnosis", "cli", "__main__"),
 )
 COLUMN = 28  # where descriptions begin
 ROOMS_OF = {

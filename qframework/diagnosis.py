@@ -20,6 +20,7 @@ from qframework.kernels.linear.tiles import has_table
 from qframework.kernels.runtime.chip import MIN_CAPABILITY
 from qframework.tuning.layer_times import FLOAT, STATIC, milliseconds
 from qframework.tuning.layers import LinearOperands, TensorShape
+from qframework.versions import installed_version
 
 _ROUNDS = 8
 _CLEARLY = 1.1  # times as long; less may be noise
@@ -51,14 +52,7 @@ def diagnose() -> dict[str, Any]:
 
 
 def _software() -> dict[str, str | None]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
 
 
 def _cpu() -> dict[str, Any]:

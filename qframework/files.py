@@ -219,10 +219,14 @@ def _remove_abandoned(target: Path) -> None:
     prefix = _prefix(target)
     for entry in os.scandir(target.parent):
         if entry.name.startswith(prefix) and entry.name.endswith(".partial") and entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(OSError):
-                descriptor = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(entry.path)
-                finally:
-                    os.close(descriptor)
+            with contextlib.suppress(OSError):  # a lock that is held, or a file that is gone
+                _remove_unlocked(entry.path)
+
+
+def _remove_unlocked(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    finally:
+        os.close(descriptor)

@@ -12,7 +12,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = ROOT / "README.md"
+COMPARISON = ROOT / "docs" / "comparison.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<language>\w+)[^\n]*\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -74,12 +76,25 @@ def test_blocks_for_a_gpu_run_on_the_cpu(page: Path, fresh_dynamo: None) -> None
     assert namespace["logits"].shape == (2, 1000)  # type: ignore[attr-defined]
 
 
-def test_the_first_screen_has_the_stored_figures() -> None:
+def table_rows(page: Path) -> set[str]:
+    return {line for line in page.read_text().splitlines() if line.startswith("| ") and "---" not in line}
+
+
+def test_the_rows_of_the_readme_are_those_of_the_comparison() -> None:
+    """So that no figure is written twice and changed once."""
+    readme = README.read_text().partition("[start:helps]")[2].partition("[end:helps]")[0]
+    rows = [line for line in readme.splitlines() if line.startswith("| ") and "---" not in line]
+    new = {row for row in rows if row not in table_rows(COMPARISON)}
+    assert len(rows) > 12
+    assert {row.split("|")[1].strip() for row in new} <= {"memory, accuracy, training"}
+
+
+def test_the_comparison_has_the_stored_figures() -> None:
     """Figures of the table that generated pages hold as well."""
     from benchmarks import report, report_targets, target_table
 
     runs = report.load_runs(report.RESULTS)
-    readme = (ROOT / "README.md").read_text()
+    comparison = COMPARISON.read_text()
     for what, against, shown, processor in (
         ("vit_base_patch16_224, batch 256, static", "best of FP16 compiled and torchao FP8", "2.06", ""),
         ("vit_base_patch16_224, batch 256, dynamic", "best of FP16 compiled and torchao FP8", "1.42", ""),
@@ -93,7 +108,7 @@ def test_the_first_screen_has_the_stored_figures() -> None:
         outcome, _ = report_targets.newest(target, [run for run in runs if processor in str(run.machine.get("cpu"))])
         assert outcome is not None
         assert f"{outcome.mean:.{len(shown) - 2}f}" == shown
-        assert f"| {shown} |" in readme
+        assert f"| {shown} |" in comparison
 
 
 ARCHITECTURES = {
@@ -126,16 +141,16 @@ def test_rows_of_architectures_are_of_the_newest_runs() -> None:
     devices = report_families.devices(load_runs(RESULTS / report_families.FOLDER))
     (device,) = (each for each in devices if "H100" in each.name)
     cases = {case["fp16"].record.model: case for case in device.cases if case["fp16"].record.batch != 1}
-    readme = (ROOT / "README.md").read_text()
+    comparison = COMPARISON.read_text()
     for label, names in ARCHITECTURES.items():
         chosen = [cases[name] for name in names.split()]
         cells = [
             ", ".join(f"{round(report_families.relative(case, mode), 2):g}" for case in chosen)
             for mode in ("static", "dynamic")
         ]
-        (row,) = (line for line in readme.splitlines() if line.startswith(f"| {label}, H100"))
+        (row,) = (line for line in comparison.splitlines() if line.startswith(f"| {label}, H100"))
         assert f"| {cells[0]} | {cells[1]} |" in row, label
-    (row,) = (line for line in readme.splitlines() if line.startswith("| PVT v2-B3, SegFormer-B3 and PiT-B"))
+    (row,) = (line for line in comparison.splitlines() if line.startswith("| PVT v2-B3, SegFormer-B3 and PiT-B"))
     for mode in ("static", "dynamic"):
         measured = (cases[name][mode] for name in ARCHITECTURES["PVT v2-B3, SegFormer-B3 and PiT-B"].split())
         kernels = [f"{each.base.kernels_ms / each.record.kernels_ms:.2f}" for each in measured]
@@ -144,7 +159,7 @@ def test_rows_of_architectures_are_of_the_newest_runs() -> None:
     single = [case for case in device.cases if report_families._use(case) == "batch 1"]
     for chosen, begin in ((many, f"| {len(many)} architectures"), (single, f"| {len(single)} of them at batch 1")):
         means = {mode: number(report_families._mean(chosen, mode)) for mode in report_families.OURS}
-        (row,) = (line for line in readme.splitlines() if line.startswith(begin))
+        (row,) = (line for line in comparison.splitlines() if line.startswith(begin))
         assert f"without INT8 linears, {means['float']} | {means['static']} | {means['dynamic']} |" in row
 
 
@@ -168,8 +183,7 @@ def test_make_targets_exist(command: str) -> None:
 
 def test_blocks_are_found() -> None:
     """Without blocks, the tests above would pass without testing anything."""
-    readme = ROOT / "README.md"
-    assert len(blocks(readme, "python")) >= 4
+    assert len(blocks(README, "python")) >= 4
     assert {"make demo", "make test"} <= set(commands("make"))
     assert commands("qframework")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -26,6 +25,7 @@ from qframework.attention.layer_scope import join_name, split_name
 from qframework.attention.measure import Clock, RecordedLayer, Recorder, named_calls
 from qframework.attention.model_inputs import call_model
 from qframework.attention.speed import median_seconds
+from qframework.batches import device_of, move, progress_bar
 from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
 from qframework.devices import checked_device
@@ -125,7 +125,7 @@ def calibrate_attention(
         raise CalibrationError(
             "calibrate_attention: model must not be compiled, got a compiled one. Pass the original model"
         )
-    target = checked_device(device, "calibrate_attention: device") if device is not None else _device_of(model)
+    target = checked_device(device, "calibrate_attention: device") if device is not None else device_of(model)
     if device is not None:
         model.to(target)
     clock = _clock(timed, target)
@@ -133,17 +133,11 @@ def calibrate_attention(
     if variants is None and clock is not None:
         candidates = (*candidates, *(name for name in ("unquantized", "integer_exp") if name not in candidates))
     recorder = Recorder(candidates, clock)
-    run = forward or call_model
-    seen = 0
-    with torch.no_grad(), _eval_mode(model), named_calls(model, recorder), _bar(data, batches, progress) as advance:
+    bar = progress_bar("measuring attention", data, batches, progress)
+    with torch.no_grad(), _eval_mode(model), named_calls(model, recorder), bar as advance:
+        seen = 0
         for batch in islice(iter(data), batches):
-            moved = _move(batch, target)
-            _check_finite_inputs(moved, seen)
-            try:
-                with recorder:
-                    run(model, moved)
-            except CalibrationError as error:
-                raise CalibrationError(_with_batch(error, seen)) from error
+            _record(model, move(batch, target), recorder, forward or call_model, seen)
             seen += 1
             advance()
     if seen == 0:
@@ -153,6 +147,18 @@ def calibrate_attention(
     if verbose:
         _print(choice)
     return choice
+
+
+def _record(
+    model: nn.Module, batch: Any, recorder: Recorder, forward: Callable[[nn.Module, Any], object], number: int
+) -> None:
+    """Measure every attention of the model on one batch; errors name its number."""
+    _check_finite_inputs(batch, number)
+    try:
+        with recorder:
+            forward(model, batch)
+    except CalibrationError as error:
+        raise CalibrationError(_with_batch(error, number)) from error
 
 
 def _choose(recorder: Recorder, criteria: Mapping[str, float], paths: Mapping[str, list[str]]) -> AttentionChoice:
@@ -256,37 +262,6 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _device_of(model: nn.Module) -> torch.device | None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return None
-
-
-def _move(batch: Any, device: torch.device | None) -> Any:
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # other mappings are leaves to pytree
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-@contextlib.contextmanager
-def _bar(data: Iterable[Any], batches: int | None, wanted: bool) -> Iterator[Callable[[], None]]:
-    """A transient progress bar on standard error, if wanted; yields a function to call after each batch."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    try:
-        total: int | None = len(data)  # type: ignore[arg-type]
-    except TypeError:  # an iterator, or a DataLoader over an IterableDataset
-        total = batches
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring attention", total=min(filter(None, (total, batches)), default=None))
-        yield lambda: bar.advance(task)
 
 
 def _print(choice: AttentionChoice) -> None:

@@ -22,7 +22,7 @@ from qframework.compat.dispatch import FakeTensor
 from qframework.compat.functions import function_mode_stack
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
-from qframework.kernels.attention.int8_gradient import check_forward
+from qframework.kernels.attention.int8_gradient.int8_gradient import check_forward
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 from qframework.numerics import FLOAT_DTYPES

@@ -14,8 +14,8 @@ from torch import Tensor
 from qframework.compat.dispatch import disabled_torch_function, make_wrapper_subclass
 from qframework.compat.pytree import tree_map_only
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention.cache_append import cache_append, dequantized
-from qframework.kernels.attention.decode import decode_attention
+from qframework.kernels.attention.decode.cache_append import cache_append, dequantized
+from qframework.kernels.attention.decode.decode import decode_attention
 
 STEP = 256
 """Tokens by which a store grows."""

@@ -11,7 +11,7 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Measurement:
-    """Error of one variant against float attention in one layer; each number is the worst over all calls.
+    """Error of one variant against float attention in one layer; each error is the worst over all calls.
 
     Args:
         cosine: ``sum(O O') / sqrt(sum(O^2) sum(O'^2))``, where O is the output of float attention and O' the variant's.
@@ -28,7 +28,7 @@ class Measurement:
     seconds: float | None = None
 
     def worse(self, other: Measurement) -> Measurement:
-        """The worse of both for every number."""
+        """The worse of both for every error; the time is this one's."""
         return Measurement(
             min(self.cosine, other.cosine),
             max(self.relative_l1, other.relative_l1),

@@ -43,7 +43,7 @@ def _factors(module: Any, query: Tensor, height: int, width: int) -> tuple[Tenso
 
 
 class SamSageAttention(torch.nn.Module):
-    """Quantized attention for one of SAM's attention classes, which follows in the order of inheritance."""
+    """Quantized attention, to be inherited before one of SAM's attention classes, which has the weights."""
 
     def __init__(self, config: Any, window_size: int, variant: str = "auto", smooth_k: bool = True) -> None:
         super().__init__(config, window_size)

@@ -21,6 +21,7 @@ it. C++ wrappers cannot call one; options that say what a graph is, or hand it t
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ def outline(gm: GraphModule, behind_floats: bool = False) -> int:
         blocks = _repeated(gm, behind_floats)
     if not blocks:
         return 0
-    name = _free_name(gm, "repeated_block")
+    name = _free_name(gm)
     for number, block in enumerate(blocks):
         if number == 0:
             gm.add_submodule(name, GraphModule(torch.nn.Module(), _as_graph(block)))
@@ -302,8 +303,5 @@ def _replace(gm: GraphModule, block: Sequence[Node], name: str) -> None:
         gm.graph.erase_node(node)
 
 
-def _free_name(gm: GraphModule, name: str) -> str:
-    number = 0
-    while hasattr(gm, f"{name}_{number}"):
-        number += 1
-    return f"{name}_{number}"
+def _free_name(gm: GraphModule) -> str:
+    return next(name for number in itertools.count() if not hasattr(gm, name := f"repeated_block_{number}"))

@@ -38,9 +38,8 @@ def keep_zero_point_biases(lowering: Lowering) -> None:
         with torch.no_grad():
             buffer = lowering.scales.buffer(_zero_point_bias(*values))
         if lowering.options.freeze_weights:
-            for each in operands:
-                if each.node is not None:
-                    guard_identity(each.node)
+            for source in [each.node for each in operands if each.node is not None]:
+                guard_identity(source)
         else:
             watched.add(lowering.constants.value(buffer), _zero_point_bias, operands)
         node.replace_all_uses_with(buffer)

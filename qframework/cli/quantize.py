@@ -15,6 +15,9 @@ from qframework.errors import QFrameworkError
 from qframework.outputs import check_output_file
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from qframework.conversion.exported import FloatAndConverted
     from qframework.quantizer import AttentionConfig, LinearConfig
     from qframework.tuning.plan import Plan
 
@@ -74,9 +77,7 @@ def quantize(
     check_model_and_data(model, checkpoint, pretrained, data, calibration=True)
 
     # torchao and what needs it, which takes seconds: after the checks
-    from qframework.backend import explain
     from qframework.conversion.exported import BATCH_IS_DYNAMIC, export_model, quantize_copy
-    from qframework.evaluation import layer_sqnr, weight_bytes
     from qframework.evaluation.checkpoint import state_digest
     from qframework.evaluation.models import images_for, load_classifier
     from qframework.serialization import save
@@ -99,14 +100,19 @@ def quantize(
     loader.report_damaged()
     kept = {**classifier.describe(), "dtype": dtype, "weights_sha256": digest, **chosen.to_dict()}
     save(quantized.converted, output, (images,), dynamic_shapes=BATCH_IS_DYNAMIC, config=kept)
+    result = {"model": model, "output": str(output), "device": str(on), "dtype": dtype}
+    print_result(f"{model}, quantized", result | _measured(float_model, quantized, images), as_json)
+
+
+def _measured(float_model: nn.Module, quantized: FloatAndConverted, images: Tensor) -> dict[str, Any]:
+    """How many layers run in INT8, bytes of weights, and the layer with the largest error."""
+    from qframework.backend import explain
+    from qframework.evaluation import layer_sqnr, weight_bytes
+
     report = explain(quantized.converted, (images,))
     sqnr = layer_sqnr(*quantized, images)
     worst = min(sqnr, key=sqnr.__getitem__)
-    result = {
-        "model": model,
-        "output": str(output),
-        "device": str(on),
-        "dtype": dtype,
+    return {
         "lowered_linears": report.lowered,
         "linears": report.total,
         "lowered_attentions": report.attention_lowered,
@@ -116,7 +122,6 @@ def quantize(
         "worst_layer": worst,
         "worst_sqnr_db": sqnr[worst] if math.isfinite(sqnr[worst]) else None,
     }
-    print_result(f"{model}, quantized", result, as_json)
 
 
 _INSTEAD_OF_CONFIG = ("static", "observer", "activation", "weight", "attention", "recipe")

@@ -51,13 +51,14 @@ def recorded_breaks() -> Iterator[list[GraphBreak]]:
     The list is complete when the scope ends. Functions that are skipped as a whole come first.
     """
     found: list[GraphBreak] = []
-    before = _unsupported()
+    kinds = "unimplemented", "graph_break"
+    before = _unsupported(*kinds)
     stop = when_skipped(lambda skipped, _: found.append(skipped))
     try:
         yield found
     finally:
         stop()
-        new = (_short(text) for text, count in _unsupported().items() if count > before[text])
+        new = (_short(text) for text, count in _unsupported(*kinds).items() if count > before[text])
         known = {each.reason for each in found}
         found += [GraphBreak(reason) for reason in dict.fromkeys(new) if reason not in known]
 
@@ -96,11 +97,14 @@ def _backend(trace: TracebackType | None) -> Any:
     return None
 
 
-def _unsupported() -> Counter[str]:
-    """How often Dynamo met what it does not support, by its explanation."""
+def _unsupported(*kinds: str) -> Counter[str]:
+    """How often Dynamo met what it does not support, by its explanation.
+
+    Dynamo counts as "graph_break" what only splits a graph. No graph tells of it if nothing was captured before it.
+    """
     with explained():
         from torch._dynamo.utils import counters
-    return Counter(counters["unimplemented"])
+    return sum((Counter(counters[kind]) for kind in kinds), Counter())
 
 
 _counted: Counter[str] = Counter()  # as it was when Dynamo was done with the last function
@@ -109,7 +113,7 @@ _counted: Counter[str] = Counter()  # as it was when Dynamo was done with the la
 def _counted_anew() -> str | None:
     """What Dynamo met last since the last call of this function; None if nothing."""
     global _counted
-    before, _counted = _counted, _unsupported()
+    before, _counted = _counted, _unsupported("unimplemented")
     return next(reversed([text for text, count in _counted.items() if count > before[text]]), None)
 
 

@@ -192,15 +192,13 @@ def _own_standard_library(path: str) -> str | None:
     if platform.system() != "Linux":
         return None
     with zipfile.ZipFile(path) as archive:
-        for each in archive.infolist():
-            if each.filename.endswith(".so"):
-                with archive.open(each) as library:
-                    if _STANDARD_LIBRARY.encode() not in library.read(_HEAD):
-                        return (
-                            "its library holds a copy of the C++ standard library, which PyTorch's cannot work with. "
-                            "Write the package with to_package of this version"
-                        )
-    return None
+        heads = (archive.open(each).read(_HEAD) for each in archive.infolist() if each.filename.endswith(".so"))
+        if all(_STANDARD_LIBRARY.encode() in head for head in heads):
+            return None
+    return (
+        "its library holds a copy of the C++ standard library, which PyTorch's cannot work with. Write the package "
+        "with to_package of this version"
+    )
 
 
 def keep_whole(operators: list[Any]) -> None:

@@ -280,6 +280,7 @@ _ROWS = (
     Name("torch._dynamo.utils.counters", _SKIPS),
     Name("compile_subgraph_reason", _SKIPS, _UNTOLD, source="torch._dynamo.output_graph"),
     Name("unimplemented", _SKIPS, _UNTOLD, source="torch._dynamo.exc"),
+    Name("graph_break", _SKIPS, _UNTOLD, source="torch._dynamo.symbolic_convert"),
     Name("real_stack", _SKIPS, _UNTOLD, source="torch._dynamo.exc"),
     Name("compiler_fn", _SKIPS, _UNTOLD, source="torch._dynamo.convert_frame"),
     # call_sites.py

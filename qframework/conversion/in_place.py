@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -212,26 +212,38 @@ def _layers(model: nn.Module, selected: Filter) -> list[_Layer]:
     refused: dict[int, str] = {}
     strange: dict[str, str] = {}
     encoders = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.TransformerEncoder)]
-    for parent_name, parent in model.named_modules(remove_duplicate=False):
-        read = set() if isinstance(parent, nn.TransformerEncoderLayer) else children_whose_weight_is_read(parent)
-        for child_name, child in held(parent):
-            name = f"{parent_name}.{child_name}" if parent_name else child_name
-            role = linear_role(child)
-            if role is None:
-                if isinstance(child, nn.Linear) and selected(child, name):
-                    strange[name] = _STRANGE.format(type(child).__name__)
-                continue
-            if not selected(child, name):
-                continue
-            around = [each for outer, each in encoders if not outer or name.startswith(f"{outer}.")]
-            found.setdefault(id(child), _Layer(name, child, role == "conv1d", around)).places.append(
-                (parent, child_name)
-            )
-            reader = type(parent).__name__
-            if reason := _READ.format(reader) if child_name in read else _obstacle(child):
-                refused.setdefault(id(child), reason)
+    for name, child, role, held_by, reason in _places(model):
+        if not selected(child, name):
+            continue
+        if role is None:
+            strange[name] = _STRANGE.format(type(child).__name__)
+            continue
+        around = [each for outer, each in encoders if not outer or name.startswith(f"{outer}.")]
+        found.setdefault(id(child), _Layer(name, child, role == "conv1d", around)).places.append(held_by)
+        if reason := reason or _obstacle(child):
+            refused.setdefault(id(child), reason)
     _note(strange | {found[number].name: reason for number, reason in refused.items()})
     return _without_shared_weights(model, [layer for number, layer in found.items() if number not in refused])
+
+
+class _Place(NamedTuple):
+    """Where a module holds a linear, or a subclass of one that may compute something else."""
+
+    name: str
+    module: nn.Module
+    role: str | None
+    held_by: tuple[nn.Module, str]
+    reason: str | None  # why what holds it keeps it in float
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    for outer, parent in model.named_modules(remove_duplicate=False):
+        read = set() if isinstance(parent, nn.TransformerEncoderLayer) else children_whose_weight_is_read(parent)
+        for name, child in held(parent):
+            role = linear_role(child)
+            if role is not None or isinstance(child, nn.Linear):
+                reason = _READ.format(type(parent).__name__) if name in read else None
+                yield _Place(f"{outer}.{name}" if outer else name, child, role, (parent, name), reason)
 
 
 _STRANGE = "its class {} computes something else than nn.Linear, or holds more than weight and bias"

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from qframework.arguments import check_batches, check_number_of_batches, no_data
 from qframework.attention.model_inputs import call_model
+from qframework.batches import move, progress_bar
 from qframework.errors import CalibrationError
 from qframework.numerics import FLOAT_DTYPES, QMAX, QMIN
-from qframework.quantizer.calibration import check_finite_activations, move, progress_bar
+from qframework.quantizer.calibration import check_finite_activations
 from qframework.quantizer.config import ActivationConfig
 from qframework.quantizer.observers import activation_observer
 from qframework.quantizer.static_observer import StaticObserver
@@ -43,7 +44,11 @@ def input_scales(
     hooks = [layers[name].register_forward_pre_hook(each, with_kwargs=True) for name, each in watched.items()]
     seen = 0
     try:
-        with torch.no_grad(), _without_nested_tensors(model), progress_bar(data, batches, progress) as advance:
+        with (
+            torch.no_grad(),
+            _without_nested_tensors(model),
+            progress_bar("calibrating", data, batches, progress) as advance,
+        ):
             for batch in islice(iter(data), batches):
                 call_model(model, move(batch, device))
                 check_finite_activations([each.observer for each in watched.values() if each.observer], seen)

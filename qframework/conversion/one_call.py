@@ -98,15 +98,7 @@ def quantize(
         UnsupportedError: a wrong argument, a name in ``skip`` that no module has, or a configuration without a kernel.
         QFrameworkError: ``torch.export`` cannot capture the model with these inputs and shapes.
     """
-    check_module(model, "quantize: model")
-    check_not_converted(model, "quantize: model")
-    if isinstance(model, QuantizedModel):
-        raise UnsupportedError(
-            "quantize: model must be a float model, got a QuantizedModel, which is quantized already"
-        )
-    if is_compiled(model):
-        raise UnsupportedError("quantize: model must not be compiled. Pass the model given to torch.compile")
-    check_in_eval_mode(model, "quantize: model")
+    _check_float_model(model)
     skip = names_in(skip, "quantize: skip")
     chosen = _recipe(recipe)
     quantizer = _quantizer(config)
@@ -126,6 +118,27 @@ def quantize(
     converted = quantize_exported(
         exported, quantizer, calibration_data, recipe=chosen, batches=batches, show_progress=progress
     )
+    _note_left_in_float(model, exported, converted, skip)
+    described_by = {"quantizer": quantizer.to_dict(), "recipe": chosen and chosen.to_dict()}
+    return QuantizedModel(converted, (args, kwargs), shapes, described_by, model)
+
+
+def _check_float_model(model: nn.Module) -> None:
+    check_module(model, "quantize: model")
+    check_not_converted(model, "quantize: model")
+    if isinstance(model, QuantizedModel):
+        raise UnsupportedError(
+            "quantize: model must be a float model, got a QuantizedModel, which is quantized already"
+        )
+    if is_compiled(model):
+        raise UnsupportedError("quantize: model must not be compiled. Pass the model given to torch.compile")
+    check_in_eval_mode(model, "quantize: model")
+
+
+def _note_left_in_float(
+    model: nn.Module, exported: fx.GraphModule, converted: fx.GraphModule, skip: tuple[str, ...]
+) -> None:
+    """Note linears that the quantizer cannot reach, or that nothing is quantized."""
     if unreached := [layer_name(node) for node in nested_linears(exported)]:
         fallbacks.note(
             "linear layers in a higher-order operator",
@@ -138,8 +151,6 @@ def quantize(
             f"quantize: no layer of the {type(model).__name__} is quantized, so the result computes in float: it has "
             f"none that the configuration quantizes, or skip={skip!r} leaves them out",
         )
-    described_by = {"quantizer": quantizer.to_dict(), "recipe": chosen and chosen.to_dict()}
-    return QuantizedModel(converted, (args, kwargs), shapes, described_by, model)
 
 
 def _recipe(recipe: Recipe | str | None) -> Recipe | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
-import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from qframework.quantizer import (
     static_attention,
     static_int8,
 )
+from qframework.versions import installed_version
 
 FLOAT_NAMES = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
 _BATCHES_BETWEEN_SAVES = 16  # of each process
@@ -113,7 +113,9 @@ class Settings:
         on = torch.device(self.device)
         name = torch.cuda.get_device_name(on) if on.type == "cuda" else on.type
         packages = ("torch", "torchao", "timm", "transformers")
-        versions = {package: _version(package) for package in packages} | {"qframework": qframework.__version__}
+        versions = {package: installed_version(package) for package in packages} | {
+            "qframework": qframework.__version__
+        }
         dtype = str(self.dtype).removeprefix("torch.")
         return {"device": name, "dtype": dtype, "compiled": self.compiled, "versions": versions}
 
@@ -286,10 +288,3 @@ def _linears(module: nn.Module) -> int:
 def _digest(converted: torch.fx.GraphModule) -> str:
     """SHA-256 of the graph's code, which holds the scales, and of all weights."""
     return hashlib.sha256((converted.code + weights_digest(converted)).encode()).hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

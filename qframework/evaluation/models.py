@@ -112,8 +112,8 @@ def timm_model(what: str, name: str, checkpoint: Path | None, pretrained: bool, 
         raise QFrameworkError(f"checkpoint {checkpoint} does not fit {what} {name!r}: {found or error}") from error
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], most: int = 3) -> str:
-    """What keeps the state dict ``found`` from being loaded as ``wanted``, with ``most`` names of each kind."""
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """What keeps the state dict ``found`` from being loaded as ``wanted``, with up to three names of each kind."""
     shapes = [
         f"{name} {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
         for name in wanted
@@ -124,11 +124,11 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], most: int =
         "unknown": [name for name in found if name not in wanted],
         "of another shape": shapes,
     }
-    return "; ".join(f"{len(names)} {kind}: {_first(names, most)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{len(names)} {kind}: {_first(names)}" for kind, names in kinds.items() if names)
 
 
-def _first(names: Sequence[str], most: int) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+def _first(names: Sequence[str]) -> str:
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
 def check_data_fits(model: str, data: str) -> None:

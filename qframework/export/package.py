@@ -106,7 +106,7 @@ def write_package(
 
 
 def _check_written_buffers(program: torch.export.ExportedProgram) -> None:
-    """Inductor writes the values of small tensors into the code, so that a write to them is lost."""
+    """Refuse writes to small buffers, which would be lost: Inductor writes the values of these into the code."""
     buffers = dict(program.named_buffers())
     written = program.graph_signature.buffers_to_mutate.values()
     lost = [name for name in written if buffers[name].numel() <= _INLINED]

@@ -217,7 +217,7 @@ def add_call(
 
 
 def _of_one_mode(values: Any) -> Any:
-    """Recorded values, with fake tensors for those that a buffer of the lowering has, where others are fake."""
+    """Recorded values, all of them fake if one is: buffers that the lowering adds are recorded as plain tensors."""
     mode = next((x.fake_mode for x in tree_leaves(values) if isinstance(x, FakeTensor)), None)
     if mode is None:
         return values
@@ -327,7 +327,7 @@ def _is_module_state(node: Node, value: Any) -> bool:
 def layer_name(node: Node) -> str:
     """The module path of a layer's node, from its module stack or else from the names of its operands.
 
-    Attention outside of any module is called ``"scaled_dot_product_attention"``.
+    Without a path, attention is called ``"scaled_dot_product_attention"``, and any other node has its own name.
     """
     for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         if cleaned := _clean_path(path):

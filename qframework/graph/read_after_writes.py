@@ -44,11 +44,17 @@ def read_after_writes(gm: GraphModule) -> int:
                 continue
             alias = aliases.get(operand)
             if alias is None or written_between(alias.next, node, [operand]) is not None:
-                with gm.graph.inserting_before(node):
-                    alias = aliases[operand] = gm.graph.call_function(aten.alias.default, (operand,))
-                alias.meta["val"] = operand.meta.get("val")
+                alias = aliases[operand] = _alias(operand, node)
                 number += 1
             node.replace_input_with(operand, alias)
     if number:
         gm.recompile()
     return number
+
+
+def _alias(operand: Node, reader: Node) -> Node:
+    """An alias of ``operand`` right before ``reader``."""
+    with reader.graph.inserting_before(reader):
+        alias = reader.graph.call_function(aten.alias.default, (operand,))
+    alias.meta["val"] = operand.meta.get("val")
+    return alias

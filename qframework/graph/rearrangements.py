@@ -46,7 +46,7 @@ def rearranges_tokens(node: Node, source: Node) -> bool:
 
 
 def keeps_order(node: Node) -> bool:
-    """Whether a node that rearranges tokens moves none in memory."""
+    """Whether a node that rearranges tokens keeps their elements in order: it reshapes or copies."""
     return operation(node) in _RESHAPES | _COPIES
 
 

@@ -7,7 +7,7 @@ Import ``quantize``, ``dynamic_quantize`` and ``dequantize`` from their module, 
 
 import qframework.kernels.add_norm
 import qframework.kernels.attention.backward
-import qframework.kernels.attention.int8_gradient
+import qframework.kernels.attention.int8_gradient.int8_gradient
 import qframework.kernels.attention.masked_attention
 import qframework.kernels.attention.pipeline
 import qframework.kernels.depthwise
@@ -17,8 +17,8 @@ import qframework.kernels.norm
 import qframework.kernels.packaged
 import qframework.kernels.quantize
 import qframework.kernels.transpose  # noqa: F401  (registers operators)
-from qframework.kernels.attention.cache_append import cache_append
-from qframework.kernels.attention.decode import decode_attention
+from qframework.kernels.attention.decode.cache_append import cache_append
+from qframework.kernels.attention.decode.decode import decode_attention
 from qframework.kernels.attention.mixed import mixed_attention
 from qframework.kernels.attention.quantize_qk import attention_quantize
 from qframework.kernels.attention.quantize_v import value_quantize

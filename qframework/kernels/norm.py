@@ -147,7 +147,7 @@ def check_residual(operator: str, x: Tensor, residual: Tensor) -> None:
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, center: bool, offset: float
 ) -> Tensor:
-    """``y`` in float32."""
+    """The norm of ``x`` over its last dimension, in float32."""
     y = x.float()
     if center:
         y = y - y.mean(-1, keepdim=True)

@@ -291,19 +291,20 @@ def _most_harmful(groups: list[_Group], share: float, float_layers: bool, best: 
     ]
     least = _DYNAMIC_GAIN * sum(each[name] for each, name in zip(errors, best, strict=True))
     budget = share * sum(group.cost("dynamic") for group in groups)
-    chosen = dict(enumerate(best))
-    while True:
-        steps = {}
-        for i, group in enumerate(groups):
-            for name in errors[i]:
-                cost, gain = group.cost(name) - group.cost(chosen[i]), errors[i][chosen[i]] - errors[i][name]
-                if 0 < cost <= budget and gain > least:
-                    steps[i, name] = gain / cost, cost
-        if not steps:
-            return {i: name for i, name in chosen.items() if name != best[i]}
-        i, name = max(steps, key=lambda step: steps[step][0])
-        budget -= steps[i, name][1]
+    chosen = list(best)
+
+    def cost(i: int, name: str) -> float:
+        return groups[i].cost(name) - groups[i].cost(chosen[i])
+
+    def gain(i: int, name: str) -> float:
+        return errors[i][chosen[i]] - errors[i][name]
+
+    every = [(i, name) for i, names in enumerate(errors) for name in names]
+    while steps := [step for step in every if 0 < cost(*step) <= budget and gain(*step) > least]:
+        i, name = max(steps, key=lambda step: gain(*step) / cost(*step))
+        budget -= cost(i, name)
         chosen[i] = name
+    return {i: name for i, name in enumerate(chosen) if name != best[i]}
 
 
 def _exact(group: _Group, float_layers: bool) -> dict[str, float]:
@@ -328,11 +329,12 @@ def _observe(exported: GraphModule, groups: list[_Group], data: list[Batch], wan
         watched[group.input].append(observer)
     observe(exported, watched, data)
     for group, observer in zip(groups, own, strict=True):
-        if observer.has_scale():
-            found = {"": Parameters.of(observer), **_parameters(histograms[group.input])}
-            for name, parameters in found.items():  # equal ones are measured once
-                if name in wanted and not _is_among(parameters, list(group.parameters.values())):
-                    group.parameters[name] = parameters
+        if not observer.has_scale():
+            continue
+        found = {"": Parameters.of(observer), **_parameters(histograms[group.input])}
+        for name, parameters in found.items():  # equal ones are measured once
+            if name in wanted and not _is_among(parameters, list(group.parameters.values())):
+                group.parameters[name] = parameters
 
 
 def _observer(group: _Group) -> Any:
@@ -341,7 +343,7 @@ def _observer(group: _Group) -> Any:
 
 
 def _is_among(parameters: Parameters, others: list[Parameters]) -> bool:
-    """Whether a scale is within a percent of one of the others, with the same zero point."""
+    """Whether a scale is within a percent of one of the others, both with a zero point or both without."""
     return any(
         abs(float(parameters.scale) / float(other.scale) - 1) < 0.01
         and (parameters.zero_point is None) == (other.zero_point is None)

@@ -25,10 +25,10 @@ def check_exported(model: object, what: str) -> None:
         raise UnsupportedError(f"{what} {_EXPORTED}, got {state}")
 
 
-def check_graph(model: object, what: str) -> None:
-    """Raise UnsupportedError unless ``model``, the argument ``what``, is a graph in any state."""
+def check_graph(model: object) -> None:
+    """Raise UnsupportedError unless ``model``, which a quantizer got, is a graph in any state."""
     if not isinstance(model, GraphModule):
-        raise UnsupportedError(f"{what} {_EXPORTED}, got {_state(model)}")
+        raise UnsupportedError(f"QFrameworkQuantizer: model {_EXPORTED}, got {_state(model)}")
 
 
 def check_prepared(model: object, what: str) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
 from qframework.arguments import check_batches, check_number_of_batches, no_data
+from qframework.batches import device_of, move, progress_bar
 from qframework.compat import pytree
 from qframework.compat.graphs import input_structure
 from qframework.devices import checked_device
@@ -69,13 +68,13 @@ def calibrate(
         )
     if device is not None:
         prepared.to(device if str(device) == "meta" else checked_device(device, "calibrate: device"))
-    target = torch.device(device) if device is not None else _device_of(prepared)
+    target = torch.device(device) if device is not None else device_of(prepared)
     inputs = _Inputs(prepared)
     run = inputs.run if forward is None else lambda model, batch, _: forward(model, batch)
     observers: list[StaticObserver] = [module for module in prepared.modules() if isinstance(module, StaticObserver)]
     _check_has_values(target, observers)
     seen = 0
-    with torch.no_grad(), kept_state(prepared), progress_bar(data, batches, progress) as advance:
+    with torch.no_grad(), kept_state(prepared), progress_bar("calibrating", data, batches, progress) as advance:
         for batch in islice(iter(data), batches):
             run(prepared, move(batch, target), seen)
             check_finite_activations(observers, seen)
@@ -102,7 +101,24 @@ def flat_inputs(prepared: GraphModule, batch: Batch, index: int) -> list[Any]:
     Raises:
         CalibrationError: the batch, number ``index``, does not fit the model's inputs.
     """
-    return pytree.tree_leaves(_Inputs(prepared).checked_arguments(move(batch, _device_of(prepared)), index))
+    return pytree.tree_leaves(_Inputs(prepared).checked_arguments(move(batch, device_of(prepared)), index))
+
+
+def run_batches(
+    graph: GraphModule, interpreter: Interpreter, data: Iterable[Batch], batches: int | None = None
+) -> None:
+    """Interpret a float graph on ``data`` without gradients, with batches as ``calibrate`` takes them.
+
+    Raises:
+        CalibrationError: no data, or a batch that does not fit.
+    """
+    seen = 0
+    with torch.no_grad():
+        for batch in islice(iter(data), batches):
+            interpreter.run(*flat_inputs(graph, batch, seen), enable_io_processing=False)
+            seen += 1
+    if seen == 0:
+        raise CalibrationError("Recipe: data must have at least one batch, got none")
 
 
 def _check_has_values(device: torch.device | None, observers: list[StaticObserver]) -> None:
@@ -249,19 +265,6 @@ def _check_tensor(value: Any, expected: Tensor, name: str, index: int) -> None:
         )
 
 
-def _device_of(prepared: GraphModule) -> torch.device | None:
-    for tensor in [*prepared.parameters(), *prepared.buffers()]:
-        return tensor.device
-    return None
-
-
-def move(batch: Batch, device: torch.device | None) -> Batch:
-    """``batch`` with its tensors on ``device``."""
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # other mappings are leaves to pytree
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
 def check_finite_activations(observers: list[StaticObserver], index: int) -> None:
     """Check all observers with one device synchronization per batch. The error names the first one in graph order."""
     if not observers:
@@ -271,26 +274,3 @@ def check_finite_activations(observers: list[StaticObserver], index: int) -> Non
             raise CalibrationError(
                 f"batch {index}: the activation of layer {observer.layer!r} must be finite, got NaN or infinity"
             )
-
-
-@contextlib.contextmanager
-def progress_bar(data: Iterable[Batch], batches: int | None, wanted: bool) -> Iterator[Callable[[], None]]:
-    """Yields a function to call after each batch, which advances a transient progress bar, if there is one."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("calibrating", total=_total(data, batches))
-        yield lambda: bar.advance(task)
-
-
-def _total(data: Iterable[Batch], batches: int | None) -> int | None:
-    try:
-        length = len(data)  # type: ignore[arg-type]
-    except TypeError:  # an iterator, or a DataLoader over an IterableDataset
-        return batches
-    return length if batches is None else min(length, batches)

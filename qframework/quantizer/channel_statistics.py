@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, fx
 
 from qframework.errors import CalibrationError
 from qframework.numerics import MIN_AMAX, QMAX, QMIN
-from qframework.quantizer.calibration import Batch, flat_inputs
+from qframework.quantizer.calibration import Batch, run_batches
 
 # The tail of a channel is estimated from the largest values of so many examples and one more.
 _TAIL = 4
@@ -117,13 +116,7 @@ def channel_statistics(
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in a value.
     """
     run = _Watch(exported, {node: ChannelStatistics(samples) for node in nodes})
-    seen = 0
-    with torch.no_grad():
-        for index, batch in enumerate(islice(iter(data), batches)):
-            run.run(*flat_inputs(exported, batch, index), enable_io_processing=False)
-            seen += 1
-    if seen == 0:
-        raise CalibrationError("Recipe: data must have at least one batch, got none")
+    run_batches(exported, run, data, batches)
     for node, each in run.statistics.items():
         if not each.seen:
             raise CalibrationError(f"{node.name}: the data must have values for this activation, got empty batches")

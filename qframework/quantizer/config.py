@@ -179,7 +179,7 @@ class ActivationConfig(JsonConfig):
             )
 
     def _check_asymmetric(self) -> None:
-        """Zero points belong to one static scale, and to a range with two ends."""
+        """Raise UnsupportedError for a zero point without one static scale, or with an observer of magnitudes alone."""
         if self.dynamic or self.granularity != "per_tensor" or self.observer not in ASYMMETRIC_OBSERVERS:
             kind = "dynamic" if self.dynamic else "static"
             raise UnsupportedError(

@@ -22,7 +22,7 @@ from qframework.graph.nodes import fake_value, linear_call
 from qframework.graph.writes import writes_in_place
 from qframework.numerics import dequantize, dynamic_scale, quantize
 from qframework.quantizer.annotate_linear import is_linear
-from qframework.quantizer.calibration import Batch, flat_inputs
+from qframework.quantizer.calibration import Batch, flat_inputs, run_batches
 from qframework.quantizer.config import LinearConfig
 from qframework.quantizer.observers import WeightObserver, activation_observer
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
@@ -165,13 +165,7 @@ def observe(
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an observed value.
     """
-    run, seen = _Observed(exported, watched), 0
-    with torch.no_grad():
-        for index, batch in enumerate(islice(iter(data), batches)):
-            run.run(*flat_inputs(exported, batch, index), enable_io_processing=False)
-            seen += 1
-    if seen == 0:
-        raise CalibrationError("Recipe: data must have at least one batch, got none")
+    run_batches(exported, _Observed(exported, watched), data, batches)
 
 
 def first_examples(exported: GraphModule, data: Iterable[Batch], count: int = _EXAMPLES) -> list[Any]:

@@ -66,14 +66,7 @@ def errors_by_gradients(
                 for name, error in errors.items():
                     sums[name] = sums.get(name, 0.0) + error
     except RuntimeError as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        without_gradients[reason] += 1
-        if without_gradients[reason] == 1:
-            logger.warning(
-                "qframework: inputs of linears are judged by runs of few examples, which takes longer, since gradients "
-                "cannot estimate the error of the model's output: %s (logged once, counted in without_gradients)",
-                reason,
-            )
+        _note_without_gradients(error)
         return None
     return [{name: error / count for name, error in sums.items()} for sums in total]
 
@@ -87,6 +80,17 @@ def _examples(exported: GraphModule, data: Iterable[Batch]) -> Iterator[list[Any
             continue
         for i in range(min(each.shape[0] for each in inputs if isinstance(each, Tensor) and each.dim())):
             yield [each[i : i + 1] if isinstance(each, Tensor) and each.dim() else each for each in inputs]
+
+
+def _note_without_gradients(error: RuntimeError) -> None:
+    reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    without_gradients[reason] += 1
+    if without_gradients[reason] == 1:
+        logger.warning(
+            "qframework: inputs of linears are judged by runs of few examples, which takes longer, since gradients "
+            "cannot estimate the error of the model's output: %s (logged once, counted in without_gradients)",
+            reason,
+        )
 
 
 def _of_one(

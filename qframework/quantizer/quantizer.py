@@ -191,7 +191,7 @@ class QFrameworkQuantizer(Quantizer):
 
         Linears that they do not see would be quantized all the same.
         """
-        check_graph(model, "QFrameworkQuantizer: model")
+        check_graph(model)
         share_memory_again(model)
         inline_scopes_of_layers(model)
         write_out_scalars(model)
@@ -208,7 +208,7 @@ class QFrameworkQuantizer(Quantizer):
             UnsupportedError: no rule was set, a pattern or type selects no module, or no kernel supports the
                 configuration.
         """
-        check_graph(model, "QFrameworkQuantizer: model")
+        check_graph(model)
         if not self.rules:
             raise UnsupportedError(
                 "QFrameworkQuantizer: the quantizer must have rules, got none. Call set_global(static_int8()) or "
@@ -222,7 +222,7 @@ class QFrameworkQuantizer(Quantizer):
 
     def validate(self, model: GraphModule) -> None:
         """Raise UnsupportedError where no kernel supports an annotation."""
-        check_graph(model, "QFrameworkQuantizer: model")
+        check_graph(model)
         for node, linear in annotated(model, LinearAnnotation):
             check_linear(node, linear.layer, linear.config)
         for node, attention in annotated(model, AttentionAnnotation):

@@ -43,6 +43,7 @@ _MAX_CONVERSIONS = 0.02
 # Rotation must reduce the error of the readers to this share.
 _GAIN = 0.95
 _SEED = 0
+_SAMPLES = 1024  # rows of calibration data on which errors are measured
 
 
 class RotatedStream(NamedTuple):
@@ -67,7 +68,6 @@ def rotate(
     data: Iterable[Batch],
     *,
     strengths: Sequence[float] = (),
-    samples: int = 1024,
     batches: int | None = None,
 ) -> list[RotatedStream]:
     """Rotate every residual stream where that reduces the quantization error of its readers, in place.
@@ -79,7 +79,6 @@ def rotate(
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
         strengths: of the smoothing that follows, with the best of which both bases are compared; none without one.
-        samples: rows of calibration data on which errors are measured.
         batches: use only this many batches.
 
     Returns:
@@ -92,12 +91,12 @@ def rotate(
     streams = find_residual_streams(exported)
     reasons = {id(stream): _reason_against(stream, quantizer) for stream in streams}
     inputs = {_input(norm) for stream in streams if not reasons[id(stream)] for norm in stream.norms if norm.linears}
-    statistics = channel_statistics(exported, data, inputs, samples, batches) if inputs else {}
+    statistics = channel_statistics(exported, data, inputs, _SAMPLES, batches) if inputs else {}
     done = []
     for stream in streams:
         reason, error = reasons[id(stream)], 1.0
         if not reason:
-            q = orthogonal(stream.size, _SEED)
+            q = orthogonal(stream.size)
             error = _relative_error(exported, quantizer, stream, statistics, q, strengths)
             reason = "" if error < _GAIN else f"it would multiply the error of its readers by {error:.2f}"
         if not reason:
@@ -107,9 +106,9 @@ def rotate(
     return done
 
 
-def orthogonal(size: int, seed: int) -> Tensor:
+def orthogonal(size: int) -> Tensor:
     """A random orthogonal matrix ``(size, size)`` float64 that maps the vector of ones to itself."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(_SEED)
     inside = torch.linalg.qr(torch.randn(size - 1, size - 1, generator=generator, dtype=torch.float64))[0]
     with_ones = torch.eye(size, dtype=torch.float64)
     with_ones[:, 0] = 1.0

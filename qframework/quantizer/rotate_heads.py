@@ -34,6 +34,7 @@ from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
 
 # The squared error of the logits must become smaller by this share.
 _GAIN = 0.05
+_SAMPLES = 2048  # tokens of calibration data that bases are fitted to and judged on
 
 
 class _Operand(NamedTuple):
@@ -70,7 +71,6 @@ def rotate_heads(
     quantizer: QFrameworkQuantizer,
     data: Iterable[Batch],
     *,
-    samples: int = 2048,
     batches: int | None = None,
 ) -> dict[str, float]:
     """Change the bases of queries and keys of static attention where that reduces the error of the logits, in place.
@@ -80,7 +80,6 @@ def rotate_heads(
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them. Bases are fitted to all but the first, or to half of a
             single one, and judged on the rest.
-        samples: tokens of calibration data that bases are fitted to and judged on.
         batches: use only this many batches.
 
     Returns:
@@ -94,7 +93,7 @@ def rotate_heads(
         return {}
     judged, fitted = held_out(exported, data, batches)
     linears = {operand.linear: None for _, *pair in found for operand in pair}
-    seen = [channel_statistics(exported, part, linears, samples) for part in (fitted, judged or fitted)]
+    seen = [channel_statistics(exported, part, linears, _SAMPLES) for part in (fitted, judged or fitted)]
     done: dict[str, float] = {}
     for attention, query, key in found:
         plain = [_Rows(*(each.rows(part[each.linear].rows) for each in (query, key))) for part in seen]

@@ -197,16 +197,13 @@ def _activation_parameters(
     return (observer.scale(), observer.zero_point()) if known else (scale_from_amax(amax.max()), None)
 
 
-def search_smoothing(
-    layers: Sequence[CalibratedLinear], free: Tensor, strengths: Sequence[float], gain: float = 0.0
-) -> Smoothing | None:
+def search_smoothing(layers: Sequence[CalibratedLinear], free: Tensor, strengths: Sequence[float]) -> Smoothing | None:
     """The best strength for linears that share their input channels, or None if no smoothing is better.
 
     Args:
         layers: the linears.
         free: ``(channels,)`` bool, the channels that may be scaled.
         strengths: candidates for ``a``.
-        gain: the least relative reduction of the error that counts.
     """
     unscaled = torch.ones(free.numel(), device=free.device)
     error_of: Callable[[Tensor], float] = lambda scales: sum(layer.error(scales) for layer in layers)  # noqa: E731
@@ -216,7 +213,7 @@ def search_smoothing(
     for strength in strengths:
         scales = smoothing_scales(amax_x, amax_w, free, strength)
         error = error_of(scales)
-        if error < (before * (1.0 - gain) if best is None else best.error * before):
+        if error < (before if best is None else best.error * before):
             best = Smoothing(strength, scales, error / before)
     return best
 

@@ -74,17 +74,16 @@ def round_weights(
     prepared.recompile()
 
 
-def gptq(weight: Tensor, scale: Tensor, hessian: Tensor, damping: float = DAMPING) -> Tensor:
+def gptq(weight: Tensor, scale: Tensor, hessian: Tensor) -> Tensor:
     """Round ``weight (N, K)`` to int8 multiples of ``scale`` by GPTQ, without comparing to nearest rounding.
 
     Args:
         weight: any float dtype.
         scale: float32 ``(N, 1)`` or ``(1, 1)``.
         hessian: ``X X^T`` of the layer's inputs, ``(K, K)`` float64.
-        damping: share of the diagonal's mean that is added to the diagonal.
     """
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    upper = _inverse_factor(hessian[order][:, order], damping)
+    upper = _inverse_factor(hessian[order][:, order])
     step = scale.double().reshape(-1)
     columns = weight.double().T[order].contiguous()  # (K, N): a column of the weight is a row in memory
     q = torch.empty_like(columns)
@@ -100,14 +99,14 @@ def gptq(weight: Tensor, scale: Tensor, hessian: Tensor, damping: float = DAMPIN
     return torch.empty_like(q).index_copy_(0, order, q).T.to(torch.int8)
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+def _inverse_factor(hessian: Tensor) -> Tensor:
     """Upper triangular ``U`` with ``U^T U`` the inverse of the damped Hessian.
 
     With rows and columns reversed, ``H = R R^T`` for an upper triangular R, and ``U = R^-1``, which avoids inverting H.
     """
     mean = hessian.diagonal().mean()
     one = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    damped = hessian + one * torch.where(mean > 0, damping * mean, 1.0)  # inputs may be all zeros
+    damped = hessian + one * torch.where(mean > 0, DAMPING * mean, 1.0)  # inputs may be all zeros
     factor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     return torch.linalg.solve_triangular(factor, one, upper=True)
 

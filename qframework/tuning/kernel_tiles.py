@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.metadata
 import itertools
 import os
 import statistics
@@ -31,6 +30,7 @@ from qframework.kernels.linear.reference import int8_linear_ref
 from qframework.kernels.linear.tile import MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.tile_candidates import candidates
 from qframework.kernels.linear.tiles import bucket, choose_tile
+from qframework.versions import installed_version
 
 GAIN = 0.02  # of the time, below which a tile is no better
 _CHUNK = 4096  # rows that are compared at once, in float64
@@ -133,14 +133,7 @@ def _earlier(path: Path, chip: Chip) -> list[MeasuredTile]:
 
 
 def _versions() -> dict[str, str]:
-    return {name: _version(name) for name in _VERSIONS}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a source tree that is not installed
-        return "unknown"
+    return {name: installed_version(name) or "unknown" for name in _VERSIONS}
 
 
 def _now() -> str:

@@ -138,17 +138,16 @@ class Tuning:
 class Timer:
     """Times single layers and whole models on the device of ``images``."""
 
-    def __init__(self, images: Tensor, repeats: int = 20) -> None:
+    def __init__(self, images: Tensor) -> None:
         self._images = images
-        self._repeats = repeats
 
     def layer(self, operands: Operands, choice: str) -> float:
         """Milliseconds of one call."""
-        return milliseconds(operands, choice, self._images.device, repeats=self._repeats)
+        return milliseconds(operands, choice, self._images.device)
 
     def model(self, module: Callable[[Tensor], Any]) -> float:
         """Images per second."""
-        return throughput(module, self._images, repeats=self._repeats)
+        return throughput(module, self._images)
 
 
 def tune(

@@ -12,8 +12,10 @@ from qframework.backend import compile, lower_attention
 from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
 from qframework.graph.attention_patterns import sdpa_call
-from qframework.kernels.attention import auto, hopper, hopper_dense
+from qframework.kernels.attention import auto
 from qframework.kernels.attention.auto import Hopper
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.variants import VARIANTS
 
 
@@ -181,7 +183,7 @@ class TestWherePyTorchIsFaster:
         ids=["many blocks", "short", "few blocks"],
     )
     def test_auto_takes_biases_over_many_tokens(self, shape, taken, monkeypatch):
-        monkeypatch.setattr(hopper, "HAS_GLUON", True)
+        monkeypatch.setattr(specialized, "HAS_GLUON", True)
         assert bool(self.run(masked, "auto", shape=shape).calls) == taken
 
     def test_auto_leaves_relative_positions_that_only_the_general_kernel_computes(self):
@@ -197,7 +199,7 @@ class TestWherePyTorchIsFaster:
         ids=["many blocks", "short", "few blocks", "odd heads"],
     )
     def test_auto_takes_bool_masks_over_many_tokens(self, shape, taken, monkeypatch):
-        monkeypatch.setattr(hopper, "HAS_GLUON", True)
+        monkeypatch.setattr(specialized, "HAS_GLUON", True)
         assert bool(self.run(without_some, "auto", shape=shape).calls) == taken
 
     @pytest.mark.parametrize(("tokens", "taken"), [(49, False), (65, True)])
@@ -216,7 +218,7 @@ class TestWherePyTorchIsFaster:
     )
     def test_auto_takes_long_attention(self, shape, taken, monkeypatch):
         """Traced only: so much attention takes minutes on a CPU."""
-        monkeypatch.setattr(hopper, "HAS_GLUON", True)
+        monkeypatch.setattr(specialized, "HAS_GLUON", True)
         graph = torch.fx.symbolic_trace(causal)
         FakeTensorProp(graph).propagate(*(torch.empty(shape, dtype=torch.half, device="meta") for _ in range(3)))
         (node,) = (node for node in graph.graph.nodes if node.op == "call_function")

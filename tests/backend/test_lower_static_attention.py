@@ -118,10 +118,6 @@ def converted(model, x, attention=None, linear=None, **rules):
     return convert_pt2e(prepared)
 
 
-def int8_linears(gm):
-    return {node.meta.get("layer", i): node for i, node in enumerate(gm.graph.nodes) if node.target is INT8_LINEAR}
-
-
 def check(gm, x, model):
     """Lower ``gm``, and compare its result with the eager graph's, except for values near a tie."""
     reference = gm(x)

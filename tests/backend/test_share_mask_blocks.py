@@ -12,8 +12,8 @@ from attention_models import SAGE, Capture, compiled, randomize
 from qframework import sage_attention
 from qframework.backend import lower_attention, share_mask_blocks
 from qframework.graph.nodes import is_sage_attention
-from qframework.kernels.attention import hopper
 from qframework.kernels.attention.auto import Hopper
+from qframework.kernels.attention.hopper import specialized
 from qframework.numerics import sqnr_db
 
 MASK_BLOCKS = torch.ops.qframework.mask_blocks.default
@@ -26,7 +26,7 @@ def on_hopper(monkeypatch):
     for module in (lower_attention, share_mask_blocks):
         monkeypatch.setattr(module, "hopper_of", lambda device: Hopper(2, True))
     monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
-    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
 
 
 def operands(tokens: int = 400, dtype=torch.half):

@@ -13,10 +13,10 @@ from torch.fx import Interpreter
 
 from qframework.backend import warm_up as warm_up_module
 from qframework.backend.warm_up import warm_up
-from qframework.kernels.attention import hopper as attention_hopper
-from qframework.kernels.attention import hopper_dense
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import specialized as attention_hopper
+from qframework.kernels.attention.hopper.prepare import _prepare_kernel, _statistics_kernel
 from qframework.kernels.attention.pipeline import SAGE_ATTENTION
-from qframework.kernels.attention.prepare import _prepare_kernel, _statistics_kernel
 from qframework.kernels.attention.quantize_qk import _attention_quantize_kernel
 from qframework.kernels.attention.quantize_v import _value_quantize_kernel
 from qframework.kernels.attention.quantized_attention import _quantized_attention_kernel

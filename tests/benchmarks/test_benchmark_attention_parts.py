@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks import attention_parts
-from qframework.kernels.attention import hopper
+from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.variants import resolve
 
-needs_triton = pytest.mark.skipif(not hopper.HAS_GLUON, reason="needs Gluon")
+needs_triton = pytest.mark.skipif(not specialized.HAS_GLUON, reason="needs Gluon")
 
 
 def test_a_smoke_run_lists_the_cases(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,10 +31,10 @@ def test_chunks_hold_every_head_once() -> None:
 @needs_triton
 def test_a_form_changes_inside_its_block_alone() -> None:
     given = resolve("sage2_int8"), 64, 64, False
-    before = hopper.form_of(*given)
+    before = specialized.form_of(*given)
     with attention_parts.changed_form({"stages": 5}):
-        assert hopper.form_of(*given) == before._replace(stages=5)
-    assert hopper.form_of(*given) == before
+        assert specialized.form_of(*given) == before._replace(stages=5)
+    assert specialized.form_of(*given) == before
     assert before.stages < 5
 
 
@@ -44,4 +44,4 @@ def test_a_form_changes_inside_its_block_alone() -> None:
 def test_forms_fit_shared_memory(name: str, width: int) -> None:
     for changes in attention_parts.FORMS.values():
         with attention_parts.changed_form(changes):
-            assert hopper.shared_bytes(hopper.form_of(resolve(name), width, width, False)) <= 226 * 1024
+            assert specialized.shared_bytes(specialized.form_of(resolve(name), width, width, False)) <= 226 * 1024

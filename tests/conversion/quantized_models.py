@@ -8,6 +8,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qframework.conversion import QuantizedLinear
+
 
 class MLP(nn.Module):
     def __init__(self) -> None:
@@ -37,3 +39,8 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     return transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(64, (2, 9))}
+
+
+def quantized(model: nn.Module) -> set[str]:
+    """The names of a model's layers in INT8."""
+    return {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from quantized_models import MLP, bert, gpt2, vit
+from quantized_models import MLP, bert, gpt2, quantized, vit
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,10 +26,6 @@ from qframework.quantizer.observers import WeightObserver
 @pytest.fixture(autouse=True)
 def _no_fallbacks():
     conversion.fallbacks.clear()
-
-
-def quantized(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def expected_linear(x, layer: QuantizedLinear, scale) -> torch.Tensor:

@@ -6,13 +6,12 @@ import logging
 
 import pytest
 import torch
-from quantized_models import MLP, vit
+from quantized_models import MLP, quantized, vit
 from torch import nn
 from torch.nn import functional as F
 
 import qframework
 from qframework import conversion, numerics, quantize_
-from qframework.conversion import QuantizedLinear
 from qframework.errors import UnsupportedError
 from qframework.quantizer import dynamic_int8, static_int8
 from qframework.training import convert_to_int8_training
@@ -21,10 +20,6 @@ from qframework.training import convert_to_int8_training
 @pytest.fixture(autouse=True)
 def _no_fallbacks():
     conversion.fallbacks.clear()
-
-
-def quantized(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 @torch.no_grad()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from example_scripts import EXAMPLES, example
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt_fsdp.py"
 UNCOMPILED = """
 import runpy, sys, torch
 torch.compiler.set_stance("force_eager")
@@ -30,18 +28,9 @@ def uncompiled_optimizer():
         yield
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_gpt_fsdp", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def losses(tmp_path: Path, optimizer: str) -> list[float]:
     output = tmp_path / f"{optimizer}.json"
-    assert example().main(["--smoke", "--optimizer", optimizer, "--output", str(output)]) == 0
+    assert example("train_gpt_fsdp").main(["--smoke", "--optimizer", optimizer, "--output", str(output)]) == 0
     return json.loads(output.read_text())
 
 
@@ -61,7 +50,7 @@ def test_two_processes_have_the_losses_of_one(gather: str, tmp_path: Path) -> No
     script.write_text(UNCOMPILED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     result = subprocess.run(
-        [*command, str(EXAMPLE), "--smoke", "--gather", gather, "--output", str(output)],
+        [*command, str(EXAMPLES / "train_gpt_fsdp.py"), "--smoke", "--gather", gather, "--output", str(output)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from example_scripts import EXAMPLES, example
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = {
     "train_vit_digits": ["--smoke"],
     "train_gpt": ["--smoke", "--dropout", "0.1"],
@@ -26,15 +24,6 @@ PRECISIONS = {
     "per_token": ["--precision", "int8", "--mode", "per_token"],
 }
 each_script = pytest.mark.parametrize("script", TINY)
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def losses(folder: Path) -> list[float]:

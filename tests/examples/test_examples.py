@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from example_scripts import example
 from PIL import Image
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 EAGER = ("--eager", "--quiet", "--repeats", "1")
 CLASSES = ("n01440764", "n01443537")  # of ImageNet
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def names(path: Path) -> list[str]:

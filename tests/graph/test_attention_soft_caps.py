@@ -12,8 +12,8 @@ from torch import nn
 
 from qframework.backend import lower_attention
 from qframework.backend.lower_attention import SOFTCAP
-from qframework.kernels.attention import hopper
 from qframework.kernels.attention.auto import Hopper
+from qframework.kernels.attention.hopper import specialized
 from qframework.numerics import sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, fallbacks, static_attention
 from qframework.quantizer.attention_config import AttentionConfig
@@ -180,7 +180,7 @@ class TestOptions:
     )
     def test_the_default_takes_what_hoppers_kernel_computes(self, tokens, dtype, processors, taken, monkeypatch):
         monkeypatch.setattr(lower_attention, "hopper_of", lambda device: Hopper(processors, True))
-        monkeypatch.setattr(hopper, "HAS_GLUON", True)
+        monkeypatch.setattr(specialized, "HAS_GLUON", True)
         capture = self.run("auto", tokens, dtype)
         (report,) = capture.attention
         assert (report.lowered, report.fallback, report.reason) == (taken, False, "" if taken else SOFTCAP)

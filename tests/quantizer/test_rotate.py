@@ -78,7 +78,7 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize("size", [2, 7, 48])
 def test_the_matrix_is_orthogonal_and_keeps_the_vector_of_ones(size: int) -> None:
-    q, one = orthogonal(size, 0), torch.ones(size, dtype=torch.float64)
+    q, one = orthogonal(size), torch.ones(size, dtype=torch.float64)
     assert torch.allclose(q @ q.T, torch.eye(size, dtype=torch.float64), atol=1e-13)
     assert torch.allclose(q @ one, one, atol=1e-13)
     assert size == 2 or float(q.abs().max()) < 0.98
@@ -99,7 +99,7 @@ def test_vision_transformers_compute_the_same(model: nn.Module) -> None:
     graph = graph_of(model)
     fold_layer_scales(graph)
     (stream,) = find_residual_streams(graph)
-    rotate_stream(graph, stream, orthogonal(stream.size, 0))
+    rotate_stream(graph, stream, orthogonal(stream.size))
     assert sqnr_db(model(IMAGES), graph(IMAGES)) > EXACT_DB
 
 
@@ -109,7 +109,7 @@ def test_tokens_are_turned_back_for_any_batch_size() -> None:
     model.forward = model.forward_features
     graph = torch.export.export(model, (IMAGES,), dynamic_shapes=({0: Dim.DYNAMIC},)).module()
     (stream,) = find_residual_streams(graph)
-    rotate_stream(graph, stream, orthogonal(stream.size, 0))
+    rotate_stream(graph, stream, orthogonal(stream.size))
     (turned,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
     assert not isinstance(fake_value(turned).shape[0], int)
     assert tuple(fake_value(turned).shape[1:]) == (17, 48)
@@ -121,7 +121,7 @@ def test_a_decoder_with_a_shared_embedding_computes_the_same_and_keeps_its_param
     before = copy.deepcopy(model.state_dict())
     graph = graph_of(model, ids)
     (stream,) = find_residual_streams(graph)
-    rotate_stream(graph, stream, orthogonal(stream.size, 0))
+    rotate_stream(graph, stream, orthogonal(stream.size))
     assert sqnr_db(model(ids), graph(ids)) > EXACT_DB
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -150,13 +150,13 @@ def test_a_linear_that_reads_and_writes_the_stream_in_several_places() -> None:
     graph = graph_of(model, x)
     (stream,) = find_residual_streams(graph)
     assert len(stream.linears) == 1
-    rotate_stream(graph, stream, orthogonal(16, 0))
+    rotate_stream(graph, stream, orthogonal(16))
     assert sqnr_db(model(x), graph(x)) > EXACT_DB
 
 
 def test_the_stream_is_rotated_and_the_norms_have_no_gain() -> None:
     graph = graph_of(vit())
-    q = orthogonal(48, 0)
+    q = orthogonal(48)
     (stream,) = find_residual_streams(graph)
     norm, before = stream.norms[0], {}
 
@@ -201,7 +201,7 @@ def test_a_rotated_model_compiles_to_as_many_operators_and_without_layer_scales(
         graph = graph_of(model)
         if name == "rotated":
             fold_layer_scales(graph)
-            rotate_stream(graph, *find_residual_streams(graph), orthogonal(48, 0))
+            rotate_stream(graph, *find_residual_streams(graph), orthogonal(48))
         simulated = converted(graph)
         compiled = torch.compile(simulated, backend="qframework")
         with torch.no_grad():

@@ -11,7 +11,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper, hopper_dense, hopper_dense_plan, hopper_packed
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import dense_plan as hopper_dense_plan
+from qframework.kernels.attention.hopper import packed as hopper_packed
+from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.operands import Lengths
 from qframework.kernels.attention.variants import (
     FAST_FP16_SUMS,
@@ -39,8 +42,8 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool, mask
     FP8 products need compute capability 8.9 and are faster for long sequences only. INT4 is emulated and never fastest.
 
     On Hopper, quantizing Q and K takes longer than it saves, except with the integer exponential for long sequences.
-    Its kernel (``hopper.py``) computes ``plain`` calls only: dense, without bias or log-sum-exp. Biases are added to
-    logits of unquantized Q and K. FP32 operands are quantized on every chip.
+    Its kernel (``hopper/specialized.py``) computes ``plain`` calls only: dense, without bias or log-sum-exp. Biases are
+    added to logits of unquantized Q and K. FP32 operands are quantized on every chip.
 
     Args:
         q: ``(B, H, N, D)``; it may be packed, as K and V, if the call is not plain.
@@ -59,7 +62,7 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool, mask
         long = plain and shortest >= (LONG_MASKED if masked else 0) and _integer_is_faster(shortest, q.shape[3])
         if long and not masked and hopper_dense.fits(q, k, v, q.dtype):  # which needs fewer blocks to be at its best
             long = q.shape[0] * q.shape[1] * shortest // QUERY_BLOCK >= _MANY_BLOCKS
-        fast = long and hopper.fits(q, k, v, integer, q.dtype, capability, masked)
+        fast = long and specialized.fits(q, k, v, integer, q.dtype, capability, masked)
         return (integer if fast else VARIANTS["unquantized"]).spec
     if keys < LONG:
         return _16_BIT
@@ -106,7 +109,7 @@ _NARROW_PACKED = 1280  # the same with up to 64 channels,
 _MEAN_PACKED = 1024  # if they have so many tokens on average, in case the longest is given too long
 _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 _MANY_LOGITS = 2**25  # logits of a call from which the GPU takes longer than the host, about 50 us
-_CAUSAL = 512  # tokens from which hopper_dense.py is faster than cuDNN under causality
+_CAUSAL = 512  # tokens from which hopper/dense.py is faster than cuDNN under causality
 _WIDE_CAUSAL = 1024  # the same for heads of 120 and 128 channels
 _WHOLE = 512  # tokens from which it is faster at whole blocks of 128 keys,
 _WHOLE_BLOCKS = 768  # with so many blocks of queries
@@ -181,7 +184,7 @@ def pytorch_is_faster(
         if _integer_is_faster(shortest, channels) and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
             return False
         sliced = 128 < channels <= 160 and shortest >= (_SLICED if masking == "none" else _LONG_FASTER)
-        if sliced and hopper.takes(*sizes, unquantized, False, chip.processors):
+        if sliced and specialized.takes(*sizes, unquantized, False, chip.processors):
             return False
         if _dense_is_faster(batch * heads, queries, keys, channels, masking == "causal"):
             return False
@@ -195,8 +198,8 @@ def pytorch_is_faster(
     if masking == "bool" and shortest >= _MASKED and hopper_dense.takes_mask(*sizes, chip.processors):
         return False
     if shortest >= (_MASKED if masking == "bool" else _BIASED):
-        added = hopper.NOTHING if masking == "bool" else hopper.Added("tile", 2)
-        if hopper.takes(*sizes, unquantized, masking == "bool", chip.processors, added):
+        added = specialized.NOTHING if masking == "bool" else specialized.Added("tile", 2)
+        if specialized.takes(*sizes, unquantized, masking == "bool", chip.processors, added):
             return False
     return chip.cudnn
 
@@ -214,9 +217,9 @@ def caps_logits(query: Tensor, keys: int, values: int, masking: Masking, chip: H
     if query.ndim != 4 or query.dtype.itemsize != 2 or masking == "factors":
         return False
     (batch, heads, queries, channels), masked = query.shape, masking == "bool"
-    added = hopper.Added("tile", 2) if masking == "float" else hopper.NOTHING
+    added = specialized.Added("tile", 2) if masking == "float" else specialized.NOTHING
     sizes = (batch, heads, queries, keys, channels, values)
-    return hopper.takes(*sizes, VARIANTS["unquantized"], masked, chip.processors, added, capped=True)
+    return specialized.takes(*sizes, VARIANTS["unquantized"], masked, chip.processors, added, capped=True)
 
 
 Reading = Literal["nothing", "mask", "seen"]
@@ -255,7 +258,7 @@ def reads_blocks(
     taken = [
         x
         for x in named
-        if hopper.supports(query, value, x) and hopper.takes(*sizes, x, True, chip.processors, capped=softcap)
+        if specialized.supports(query, value, x) and specialized.takes(*sizes, x, True, chip.processors, capped=softcap)
     ]
     if softcap:  # Hopper's other kernels cap nothing
         return "mask" if taken else "nothing"
@@ -272,16 +275,16 @@ def _takes_factors(batch: int, heads: int, queries: int, keys: int, channels: in
     side = math.isqrt(keys)
     if side * side == keys:
         sizes = (batch, heads, queries, keys, channels, values)
-        added = hopper.Added("factors", 2, side)
+        added = specialized.Added("factors", 2, side)
         known = side in (16, 32, 64, 128)
-        if known and hopper.takes(*sizes, VARIANTS["unquantized"], False, chip.processors, added):
+        if known and specialized.takes(*sizes, VARIANTS["unquantized"], False, chip.processors, added):
             return True
     columns = max(power_of_2(2 * side), 32)
     return _small(keys, channels) and hopper_dense.takes(queries, keys, channels, values, 0, columns)
 
 
 def _small(keys: int, channels: int) -> bool:
-    """Whether hopper_dense.py was timed with so many keys and channels and a mask: 1.17 to 3.4 times as fast."""
+    """Whether hopper/dense.py was timed with so many keys and channels and a mask: 1.17 to 3.4 times as fast."""
     return keys <= _SMALL and channels <= _SMALL_CHANNELS
 
 
@@ -291,9 +294,9 @@ def _integer_is_faster(shortest: int, channels: int) -> bool:
 
 
 def _dense_is_faster(heads: int, queries: int, keys: int, channels: int, causal: bool) -> bool:
-    """Whether hopper_dense.py computes a call without a mask that takes longer than its launch, and is ahead of cuDNN.
+    """Whether hopper/dense.py computes a call without a mask that takes longer than its launch, and is ahead of cuDNN.
 
-    cuDNN computes whole blocks of 128 keys. Where a quarter of the last one or more is empty, hopper_dense.py was 1.03
+    cuDNN computes whole blocks of 128 keys. Where a quarter of the last one or more is empty, hopper/dense.py was 1.03
     to 2.3 times as fast in float16, and elsewhere about as fast with few tokens.
 
     Args:

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework import numerics
-from qframework.kernels.attention import hopper_dense
 from qframework.kernels.attention.arguments import canonical, default_scale
-from qframework.kernels.attention.hopper_bias import dense_bias
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper.bias import dense_bias
 from qframework.kernels.attention.mixed_arguments import MixedAttentionArguments
 from qframework.kernels.attention.native import native_attention
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, check_offsets, last_contiguous

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper, hopper_packed
 from qframework.kernels.attention.arguments import (
     Canonical,
     SageAttentionArguments,
@@ -35,6 +34,10 @@ from qframework.kernels.attention.arguments import (
     without_repeated_heads,
 )
 from qframework.kernels.attention.auto import choose_packed_variant, choose_variant
+from qframework.kernels.attention.hopper import packed as hopper_packed
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.prepare import can_prepare, prepare_triton
+from qframework.kernels.attention.hopper.prepare_packed import prepare_packed_triton
 from qframework.kernels.attention.mask_blocks import MaskBlocks, mask_blocks_triton
 from qframework.kernels.attention.operands import (
     LOG2_E,
@@ -47,8 +50,6 @@ from qframework.kernels.attention.operands import (
     transposes_values,
 )
 from qframework.kernels.attention.padding import hidden_keys, without_hidden
-from qframework.kernels.attention.prepare import can_prepare, prepare_triton
-from qframework.kernels.attention.prepare_packed import prepare_packed_triton
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref, quantize_tokens_triton
 from qframework.kernels.attention.quantize_v import quantize_values_ref, quantize_values_triton, values_in_fp16
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
@@ -248,7 +249,7 @@ def _attention(
     capped = bias.softcap is not None
     plain = bias.only_bool and lengths is None and not return_lse and not capped
     at = (q.dtype, capability_of(q.device), bias.mask is not None)
-    if plain and steps.fuses and can_prepare(variant) and hopper.fits(q, k, v, variant, *at):
+    if plain and steps.fuses and can_prepare(variant) and specialized.fits(q, k, v, variant, *at):
         return _prepared(q, k, v, bias, variant, scale, smooth_k)
     integer = steps.fuses and variant.exponential == "integer" and not return_lse and not capped
     if integer and lengths is not None and hopper_packed.fits_packed(q, k, v, variant, lengths):
@@ -257,7 +258,7 @@ def _attention(
     k, v = _without_hidden(k, v, bias.mask, variant, smooth_k)
     values = quantized_values(v, variant, steps, lengths)
     plain = plain and values.scale is None
-    on_hopper = plain and hopper.fits(q, k, values.v, variant, *at)
+    on_hopper = plain and specialized.fits(q, k, values.v, variant, *at)
     if lengths is not None and values.scale is None and not return_lse and not capped:
         on_hopper = hopper_packed.fits_packed(q, k, values.v, variant, lengths)
     if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):

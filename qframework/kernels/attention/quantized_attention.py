@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
-from qframework.kernels.attention.hopper_bias import dense_bias
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import packed as hopper_packed
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.bias import dense_bias
 from qframework.kernels.attention.mask_blocks import MaskSizes, mask_blocks_triton
 from qframework.kernels.attention.operands import (
     AttentionShape,
@@ -117,14 +119,14 @@ def quantized_attention_triton(
     if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
         return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added, lse=sums), sums
     plain = lengths is None and out_scale is None and (values.scale is None or values.paired)
-    plain = plain and (not lse or hopper.has_lse(variant, bias))
+    plain = plain and (not lse or specialized.has_lse(variant, bias))
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
     # Hopper's kernel takes maxima of products before it scales them.
     readable = normed and (int8 or not variant.quantizes_qk) and logit_scale > 0
-    at = (capability_of(qk.q.device), masked, hopper.added_by(bias, k_shape.tokens))
-    if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at, values.paired, not uncapped):
-        return hopper.attention_hopper(qk, values, variant, logit_scale, bias, dtype, lse)
+    at = (capability_of(qk.q.device), masked, specialized.added_by(bias, k_shape.tokens))
+    if plain and readable and specialized.fits(qk.q, qk.k, values.v, variant, dtype, *at, values.paired, not uncapped):
+        return specialized.attention_hopper(qk, values, variant, logit_scale, bias, dtype, lse)
     if values.paired:
         raise QFrameworkError("quantized_attention: values must not be paired, got a call that Hopper's kernel leaves")
     unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and values.scale is None

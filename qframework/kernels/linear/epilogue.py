@@ -73,12 +73,14 @@ def load_columns(
     n,  # columns behind it: sums with ``start`` would take two registers for each address, kept from tile to tile
     N,
     FORM: tl.constexpr,
+    inside=None,  # whether ``start + n < N``, if that is known
 ):
     """Scale of the product, bias and ``1 / out_scale`` of columns, and the zero point of the result.
 
     What is absent is an unused placeholder.
     """
-    inside = n < N - start
+    if inside is None:
+        inside = n < N - start
     scale = tl.load(b_scale_ptr + start + n, mask=inside, other=0.0) if FORM.b_per_channel else tl.load(b_scale_ptr)
     if FORM.a_scale == "tensor":
         scale *= tl.load(a_scale_ptr)

@@ -45,6 +45,19 @@ if HAS_GLUON:
     )
 
     @gluon.jit
+    def _before(end, COLUMNS: gl.constexpr, layout: gl.constexpr):
+        """Which of ``COLUMNS`` columns come before ``end``, as ``arange < end``.
+
+        A thread compares its two columns of eight with the end less the multiples of eight. The indices of all its
+        columns, which do not change, would be kept in registers from tile to tile; ptxas 13 spills them.
+        """
+        parts: gl.constexpr = gl.BlockedLayout([COLUMNS // 8, 2], [8, 4], [4, 1], [1, 0])
+        eights = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, parts))
+        rest = gl.arange(0, 8, layout=gl.SliceLayout(0, parts))
+        inside = rest[None, :] < (end - 8 * eights)[:, None]
+        return gl.convert_layout(inside.reshape([COLUMNS]), layout, assert_trivial=True)
+
+    @gluon.jit
     def _consume(
         WHO: gl.constexpr,
         pointers,  # for load_columns and load_rows
@@ -87,8 +100,9 @@ if HAS_GLUON:
             m_upper = start_m + gl.arange(0, 64, layout=of_rows)
             m_lower = m_upper + DOWN
             if EARLY:
+                inside = _before(N - start_n, COLUMNS, of_columns)
                 columns = load_columns(
-                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE
+                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE, inside
                 )
                 rows_upper = load_rows(a_scale_ptr, out_scale_ptr, m_upper, M, PA, PO, EPILOGUE)
                 rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m_lower, M, PA, PO, EPILOGUE)
@@ -111,8 +125,9 @@ if HAS_GLUON:
                 acc = upper if half == 0 else lower
                 if not EARLY and half * DOWN == 0:  # what lies below has the same columns
                     start = start_n + half * RIGHT
+                    inside = _before(N - start, COLUMNS, of_columns)
                     columns = load_columns(
-                        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start, n, N, EPILOGUE
+                        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start, n, N, EPILOGUE, inside
                     )
                 if HAS_RESIDUAL and half == 0:
                     mbarrier.wait(landed.index(WHO), arrived)

@@ -9,12 +9,15 @@ import torch
 from attention_oracle import assert_kernel_close, exact_attention
 from oracle import UNIT
 
-from qframework.kernels.attention import auto, hopper, hopper_dense, hopper_packed
+from qframework.kernels.attention import auto
 from qframework.kernels.attention import quantized_attention as module
 from qframework.kernels.attention.auto import choose_variant
-from qframework.kernels.attention.hopper import NOTHING, Added
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import packed as hopper_packed
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.prepare import prepare_triton
+from qframework.kernels.attention.hopper.specialized import NOTHING, Added
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
-from qframework.kernels.attention.prepare import prepare_triton
 from qframework.kernels.attention.quantize_qk import attention_quantize
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
@@ -202,17 +205,17 @@ PROBLEMS += [
     ],
 )
 def test_slices_of_channels(channels, expected) -> None:
-    assert hopper.slices(channels) == expected
+    assert specialized.slices(channels) == expected
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name or "default")
 @pytest.mark.gpu
 def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
-    monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(hopper_dense, "fits", lambda *call, **options: False)  # the kernels of hopper_dense.py
+    monkeypatch.setattr(specialized, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(hopper_dense, "fits", lambda *call, **options: False)  # the kernels of hopper/dense.py
     calls = []
-    launch = hopper.attention_hopper
-    monkeypatch.setattr(hopper, "attention_hopper", lambda *given: calls.append(given) or launch(*given))
+    launch = specialized.attention_hopper
+    monkeypatch.setattr(specialized, "attention_hopper", lambda *given: calls.append(given) or launch(*given))
     q, k, v = problem.operands("cuda")
     q[0, 1, 5, 0] = torch.nan
     scale = problem.head_dim**-0.5 * 1.4426950408889634
@@ -256,7 +259,7 @@ INTEGER_PROBLEMS = [
 @pytest.mark.gpu
 def test_integer_exponential_agrees_with_the_reference(problem: Problem, times: float, monkeypatch) -> None:
     """Some tiles of large logits need running maxima; a query with NaN and a key with NaN spoil what they must."""
-    monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(specialized, "LEAST_TOKENS", 1)
     q, k, v = problem.operands("cuda")
     q *= times
     q[0, 1, 5, 0] = torch.nan
@@ -297,10 +300,10 @@ def in_order(v: torch.Tensor) -> torch.Tensor:
 @pytest.mark.gpu
 def test_fp8_values_agree_with_the_reference(problem: Problem, monkeypatch) -> None:
     """P is rounded to 4 bits next to other running maxima than in the reference."""
-    monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(specialized, "LEAST_TOKENS", 1)
     calls = []
-    launch = hopper.attention_hopper
-    monkeypatch.setattr(hopper, "attention_hopper", lambda *given: calls.append(given) or launch(*given))
+    launch = specialized.attention_hopper
+    monkeypatch.setattr(specialized, "attention_hopper", lambda *given: calls.append(given) or launch(*given))
     q, k, v = problem.operands("cuda")
     q[0, 1, 5, 0] = torch.nan
     mask = problem.masked("cuda")
@@ -320,7 +323,7 @@ def test_fp8_values_agree_with_the_reference(problem: Problem, monkeypatch) -> N
 @pytest.mark.gpu
 def test_packed_sequences_agree_with_dense_calls(variant: str, causal: bool, monkeypatch) -> None:
     """Also beside NaN of other sequences, without queries, without keys, and with tokens that belong to none."""
-    monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(specialized, "LEAST_TOKENS", 1)
     monkeypatch.setattr(hopper_dense, "fits", lambda *call, **options: False)
     calls = []
     launch = hopper_packed.attention_packed
@@ -355,8 +358,8 @@ def test_packed_sequences_agree_with_dense_calls(variant: str, causal: bool, mon
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 def test_leaves_scales_that_turn_maxima_around(scale: float, monkeypatch) -> None:
     """Without a GPU: the general kernel is launched."""
-    monkeypatch.setattr(hopper, "fits", lambda *call: True)
-    monkeypatch.setattr(hopper, "attention_hopper", lambda *call: pytest.fail("Hopper's kernel"))
+    monkeypatch.setattr(specialized, "fits", lambda *call: True)
+    monkeypatch.setattr(specialized, "attention_hopper", lambda *call: pytest.fail("Hopper's kernel"))
     launched = []
     monkeypatch.setattr(module, "launch", lambda kernel, grid: lambda *given, **named: launched.append(kernel))
     q = torch.zeros(1, 40, 600, 64, dtype=torch.float16)
@@ -367,12 +370,12 @@ def test_leaves_scales_that_turn_maxima_around(scale: float, monkeypatch) -> Non
 
 def test_reads_biases_where_tma_can(monkeypatch) -> None:
     """Without a GPU: which biases are read, in which order tiles share them, and which are copied."""
-    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
     mask = torch.zeros(2, 40, 300, 304, dtype=torch.float16)
 
     def read(mask: torch.Tensor) -> tuple:
-        added = hopper.added_by(Bias(mask), mask.shape[3])
-        given = hopper._readable_bias(Bias(mask), added)
+        added = specialized.added_by(Bias(mask), mask.shape[3])
+        given = specialized._readable_bias(Bias(mask), added)
         held = given.tiled if given.tiled is not None else given.loaded
         return added.kind, given.sizes, given.in_flight(2, 40, 1, 20), held.data_ptr() == mask.data_ptr()
 
@@ -384,13 +387,13 @@ def test_reads_biases_where_tma_can(monkeypatch) -> None:
     assert read(mask[..., :303]) == ("tile", (2, 40), (1, 1), True)
     assert read(mask[..., 1:]) == ("tile", (2, 40), (1, 1), False)
     assert read(mask.mT.contiguous().mT) == ("tile", (2, 40), (1, 1), False)
-    assert hopper.added_by(Bias(mask[..., :1]), 304) is None
-    assert hopper.added_by(Bias(mask > 0), 304) == NOTHING == hopper.added_by(Bias(causal=True), 304)
+    assert specialized.added_by(Bias(mask[..., :1]), 304) is None
+    assert specialized.added_by(Bias(mask > 0), 304) == NOTHING == specialized.added_by(Bias(causal=True), 304)
     height, width = torch.zeros(2, 40, 300, 14), torch.zeros(2, 40, 300, 14)
-    assert hopper.added_by(Bias(None, height, width), 196) is None
+    assert specialized.added_by(Bias(None, height, width), 196) is None
     width = torch.zeros(2, 40, 300, 64)
-    assert hopper.added_by(Bias(None, height, width), 14 * 64) == Added("factors", 4, 64)
-    assert hopper.added_by(Bias(None, height.half(), width), 14 * 64) is None
+    assert specialized.added_by(Bias(None, height, width), 14 * 64) == Added("factors", 4, 64)
+    assert specialized.added_by(Bias(None, height.half(), width), 14 * 64) is None
 
 
 @pytest.mark.gpu
@@ -436,8 +439,8 @@ def test_repeats_beside_another_stream(variant: str) -> None:
 def test_auto_on_hopper(monkeypatch) -> None:
     """Without a GPU: the integer exponential for long plain calls, else nothing is quantized; FP32 is."""
     monkeypatch.setattr(auto, "capability_of", lambda device: (9, 0))
-    monkeypatch.setattr(hopper, "chip_of", lambda device: ((9, 0), 132))
-    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    monkeypatch.setattr(specialized, "chip_of", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
 
     def chosen(tokens: int, head_dim: int, heads: int = 4, dtype=torch.float16, plain: bool = True) -> str:
         q = torch.empty(1, heads, tokens, head_dim, dtype=dtype)
@@ -473,7 +476,7 @@ def test_auto_on_hopper(monkeypatch) -> None:
 )
 def test_what_is_left_to_pytorch(shape, masking, left, monkeypatch) -> None:
     """Without a GPU: sizes from which the kernel was measured to be ahead of cuDNN."""
-    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
     query = torch.empty(shape, dtype=torch.float16, device="meta")
     assert auto.pytorch_is_faster(query, shape[2], shape[3], masking, auto.Hopper(132, cudnn=True)) == left
 
@@ -482,24 +485,24 @@ def test_declines_what_it_cannot_compute() -> None:
     """The general kernel computes these; the sizes alone would be accepted."""
     q, k, v = (torch.empty(1, 200, 600, 64, dtype=torch.float16, device="meta") for _ in range(3))
     variant, chip = resolve(SPEC), (9, 0)
-    assert not hopper.fits(q, k, v, variant, torch.float16, None)
-    assert not hopper.fits(q, k, v, variant, torch.float16, (8, 0))
-    assert not hopper.fits(q, k, v, variant, torch.bfloat16, chip)
-    assert not hopper.fits(q, k, v.float(), variant, torch.float32, chip)
+    assert not specialized.fits(q, k, v, variant, torch.float16, None)
+    assert not specialized.fits(q, k, v, variant, torch.float16, (8, 0))
+    assert not specialized.fits(q, k, v, variant, torch.bfloat16, chip)
+    assert not specialized.fits(q, k, v.float(), variant, torch.float32, chip)
     for other in ("sage_b", "sage_t", "sage2pp_int4", "sage2_int4", "sage_vb", "qattn"):
-        assert not hopper.fits(q, k, v, resolve(other), torch.float16, chip)
+        assert not specialized.fits(q, k, v, resolve(other), torch.float16, chip)
 
 
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 def test_declines_what_tma_cannot_address(operand: str, monkeypatch) -> None:
     """Slices of a larger tensor, whose rows do not start at multiples of 16 bytes."""
-    monkeypatch.setattr(hopper, "chip_of", lambda device: ((9, 0), 132))
-    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    monkeypatch.setattr(specialized, "chip_of", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
     dtypes = {"q": torch.int8, "k": torch.int8, "v": torch.float16}
     operands = {name: torch.zeros(1, 40, 600, 64, dtype=dtype) for name, dtype in dtypes.items()}
     chip = (resolve(SPEC), torch.float16, (9, 0))
-    assert hopper.fits(*operands.values(), *chip)
+    assert specialized.fits(*operands.values(), *chip)
     operands[operand] = torch.zeros(1, 40, 600, 65, dtype=dtypes[operand])[..., :64]
-    assert not hopper.fits(*operands.values(), *chip)
+    assert not specialized.fits(*operands.values(), *chip)
     operands[operand] = torch.zeros(1, 1, 600, 64, dtype=dtypes[operand]).expand(1, 40, 600, 64)
-    assert not hopper.fits(*operands.values(), *chip)
+    assert not specialized.fits(*operands.values(), *chip)

@@ -11,10 +11,12 @@ from attention_oracle import assert_kernel_close, exact_attention
 from oracle import UNIT
 from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
 
-from qframework.kernels.attention import hopper, hopper_dense, quantized_attention
-from qframework.kernels.attention.hopper_dense import DenseScales, attention_dense, fits, streaming_form
-from qframework.kernels.attention.hopper_dense_plan import DensePlan, plan, split
-from qframework.kernels.attention.hopper_piece_form import BLOCK_N, PieceForm
+from qframework.kernels.attention import quantized_attention
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.dense import DenseScales, attention_dense, fits, streaming_form
+from qframework.kernels.attention.hopper.dense_plan import DensePlan, plan, split
+from qframework.kernels.attention.hopper.piece_form import BLOCK_N, PieceForm
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.variants import resolve
@@ -76,7 +78,7 @@ def operand(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     monkeypatch.setattr(hopper_dense, "HAS_GLUON", True)
     monkeypatch.setattr(hopper_dense, "capability_of", lambda device: (9, 0))
-    monkeypatch.setattr(hopper, "addressable", lambda x: x.shape[3] * x.element_size() % 16 == 0)
+    monkeypatch.setattr(specialized, "addressable", lambda x: x.shape[3] * x.element_size() % 16 == 0)
     q = operand(1, 4, 300, 64)
     q8 = operand(1, 4, 300, 64, dtype=torch.int8)
     assert fits(q, q, q, torch.float16)
@@ -134,7 +136,7 @@ KINDS = {"i8": torch.int8, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 def described(kind: str, rows: int, width: int) -> str:
     """The type of a descriptor of heads of ``width`` channels, ``rows`` tokens a block."""
-    return f"tensordesc<{kind}[1, 1, {rows}, {width}],{hopper.layout(rows, width, KINDS[kind])!r}>"
+    return f"tensordesc<{kind}[1, 1, {rows}, {width}],{specialized.layout(rows, width, KINDS[kind])!r}>"
 
 
 def common(kernel, kind: str, out: str, lse: bool = False) -> tuple[dict, dict]:
@@ -160,7 +162,7 @@ def compile_resident(kind: str, out: str, keys: int, width: int, registers: int,
         types |= {f"q{rest}_desc": described(kind, 64, width), f"out{rest}_desc": described(out, 64, width)}
     types |= {"v_ptr": "*i8" if int8 else f"*{kind}", "ONE": "fp32"}
     form = PieceForm(width, width, 1, pieces.first, pieces.second, int8, pieces.masked, int8, True, out == kind)
-    layout = hopper.layout(pieces.first, width, torch.float16 if int8 else KINDS[kind])
+    layout = specialized.layout(pieces.first, width, torch.float16 if int8 else KINDS[kind])
     constants |= {"V_LAYOUT": layout, "FORM": form, "BLOCKS": pieces.blocks, "bias_ptr": None, "width_ptr": None}
     return compile_for("sm_90", hopper_dense.resident, types, constants, num_warps=4, maxnreg=registers)
 
@@ -188,7 +190,7 @@ def compile_streaming(
         types = {name: types[name] for name in types if name not in MASK}
     types |= {f"{role}_desc": described(kind, form.block_n, width) for role in ("k", "v")}
     types |= {"q_desc": described(kind, 64, width), "out_desc": described(out, 64, width)}
-    layout = hopper.layout(form.block_n, width, torch.float16 if int8 else KINDS[kind])
+    layout = specialized.layout(form.block_n, width, torch.float16 if int8 else KINDS[kind])
     constants |= {"V_LAYOUT": layout, "FORM": form}
     return compile_for("sm_90", hopper_dense.streaming, types, constants, num_warps=4, maxnreg=128)
 

@@ -9,9 +9,12 @@ from oracle import UNIT
 from test_attention_hopper_dense import check_compiled, compile_streaming
 from test_compile_targets import compile_for, stack_bytes
 
-from qframework.kernels.attention import auto, hopper, hopper_dense, hopper_dense_plan, mask_blocks
+from qframework.kernels.attention import auto, mask_blocks
 from qframework.kernels.attention.auto import Hopper
-from qframework.kernels.attention.hopper_dense import streaming_form, takes_mask
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import dense_plan as hopper_dense_plan
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.dense import streaming_form, takes_mask
 from qframework.kernels.attention.mask_blocks import mask_blocks_triton
 from qframework.kernels.attention.pipeline import SAGE_ATTENTION
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -50,7 +53,7 @@ def test_one_form_serves_all_lengths() -> None:
     [
         ((4, 16, 512, 512, 64, 64), True),
         ((4, 16, 512, 512, 40, 56), True),
-        ((4, 16, 512, 512, 72, 72), False),  # hopper_kernel.py
+        ((4, 16, 512, 512, 72, 72), False),  # hopper/specialized_kernel.py
         ((4, 16, 1024, 1024, 128, 128), True),
         ((4, 16, 1024, 1024, 128, 64), False),
         ((4, 16, 1000, 1024, 128, 128), False),
@@ -80,7 +83,7 @@ def test_padding_takes_it_with_fewer_keys(keys: int, row: bool, taken: bool, mon
 @pytest.mark.parametrize(("channels", "left"), [(32, False), (64, False), (24, False), (48, False)])
 def test_auto_takes_masks_of_narrow_heads(channels: int, left: bool, monkeypatch) -> None:
     """The kernel with a loading warp takes up to 32 channels from 1,024 tokens on only."""
-    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
     monkeypatch.setattr(hopper_dense, "HAS_GLUON", True)
     query = torch.empty(8, 16, 960, channels, dtype=torch.float16, device="meta")
     chip = Hopper(132, cudnn=True)

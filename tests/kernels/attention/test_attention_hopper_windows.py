@@ -10,11 +10,12 @@ from attention_oracle import assert_kernel_close, exact_attention
 from oracle import UNIT
 from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
 
-from qframework.kernels.attention import hopper, hopper_dense
-from qframework.kernels.attention.hopper_bias import NO_BIAS, DenseBias, dense_bias
-from qframework.kernels.attention.hopper_dense import DenseScales, attention_dense, fits, takes, takes_bias
-from qframework.kernels.attention.hopper_dense_plan import plan, plan_of, plan_windows, slices_of, split
-from qframework.kernels.attention.hopper_piece_form import BLOCK_N, ROWS, PieceForm
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.bias import NO_BIAS, DenseBias, dense_bias
+from qframework.kernels.attention.hopper.dense import DenseScales, attention_dense, fits, takes, takes_bias
+from qframework.kernels.attention.hopper.dense_plan import plan, plan_of, plan_windows, slices_of, split
+from qframework.kernels.attention.hopper.piece_form import BLOCK_N, ROWS, PieceForm
 from qframework.kernels.attention.operands import LOG2_E, Bias
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
@@ -134,7 +135,7 @@ def test_compiles_for_sm_90(case: Compiled, tmp_path) -> None:
     kernel = hopper_dense.windowed if how.windows else hopper_dense.resident
 
     def described(kind: str, tokens: int, channels: int = width) -> str:
-        layout = hopper.layout(tokens, channels, KINDS[kind])
+        layout = specialized.layout(tokens, channels, KINDS[kind])
         return f"tensordesc<{kind}[1, 1, {tokens}, {channels}],{layout!r}>"
 
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
@@ -167,7 +168,7 @@ def test_compiles_for_sm_90(case: Compiled, tmp_path) -> None:
     )
     constants = {"FORM": form}
     if not how.windows:
-        layout = hopper.layout(pieces.first, width, torch.float16 if int8 else KINDS[case.kind])
+        layout = specialized.layout(pieces.first, width, torch.float16 if int8 else KINDS[case.kind])
         constants |= {"V_LAYOUT": layout, "PER_HEAD": (False, True, False, True), "BLOCKS": pieces.blocks}
         constants["lse_ptr"] = None  # calls with a bias go to another kernel for it
         constants |= {} if factors else {"width_ptr": None}

@@ -22,8 +22,10 @@ from test_attention_matrix import kernel_error, name_of
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention import pipeline as module
+from qframework.kernels.attention.hopper import dense as hopper_dense
+from qframework.kernels.attention.hopper import packed as hopper_packed
+from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.operands import Bias
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.tiles import attention_tile
@@ -212,7 +214,12 @@ def test_a_cap_of_16384_is_accepted():
 def test_which_of_hoppers_kernels_are_asked(monkeypatch):
     """One caps logits of floats. Another that took such a call would be wrong without a sign of it."""
     asked = []
-    hoppers = ((hopper, "fits"), (hopper_packed, "fits_packed"), (hopper_dense, "fits"), (hopper_dense, "fits_mask"))
+    hoppers = (
+        (specialized, "fits"),
+        (hopper_packed, "fits_packed"),
+        (hopper_dense, "fits"),
+        (hopper_dense, "fits_mask"),
+    )
     for owner, name in hoppers:
 
         def ask(q, *call, asks=(owner, name), **named):
@@ -236,7 +243,7 @@ def test_which_of_hoppers_kernels_are_asked(monkeypatch):
     assert {asks[:2] for asks in asked} == set(hoppers)
     asked.clear()
     run(50.0)
-    assert set(asked) == {(hopper, "fits", False)}
+    assert set(asked) == {(specialized, "fits", False)}
 
 
 @pytest.mark.parametrize(
@@ -244,7 +251,7 @@ def test_which_of_hoppers_kernels_are_asked(monkeypatch):
 )
 def test_what_hoppers_kernel_takes(variant, tiles, taken, monkeypatch):
     """Floats, from a fourth of the multiprocessors on."""
-    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
     sizes = (1, tiles, 100, 1000, 128, 128)
-    assert hopper.takes(*sizes, resolve(variant), False, 132, capped=True) == taken
-    assert not hopper.takes(*sizes[:1], 131, *sizes[2:], resolve(variant), False, 132)
+    assert specialized.takes(*sizes, resolve(variant), False, 132, capped=True) == taken
+    assert not specialized.takes(*sizes[:1], 131, *sizes[2:], resolve(variant), False, 132)

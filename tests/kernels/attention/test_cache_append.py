@@ -1,4 +1,4 @@
-"""cache_append.py: tokens quantized into a cache, against float64."""
+"""decode/cache_append.py: tokens quantized into a cache, against float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention.cache_append import CACHE_APPEND, cache_append, dequantized
+from qframework.kernels.attention.decode.cache_append import CACHE_APPEND, cache_append, dequantized
 
 
 def empty_cache(

@@ -14,17 +14,15 @@ import torch
 from test_compile_targets import CHIPS, OVERLAPPING, check_waits_first, stack_bytes, stored_floats
 
 from qframework.kernels.attention import (
-    hopper,
-    packed,
     pipeline,
-    prepare,
-    prepare_packed,
     quantize_qk,
     quantize_v,
     quantized_attention,
     row_bias,
     token_statistics,
 )
+from qframework.kernels.attention.hopper import packed_items as packed
+from qframework.kernels.attention.hopper import prepare, prepare_packed, specialized
 from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.operands import Lengths
 from qframework.kernels.attention.pipeline import SAGE_ATTENTION, SAGE_ATTENTION_VARLEN
@@ -116,7 +114,7 @@ def launches(monkeypatch):
             monkeypatch.setattr(quantized_attention, "has_fp8", lambda device: chip in HAS_FP8)
         monkeypatch.setattr(pipeline, "capability_of", lambda device: capability)
         # the general kernel, which other calls take
-        monkeypatch.setattr(hopper, "fits", lambda *call, **options: False)
+        monkeypatch.setattr(specialized, "fits", lambda *call, **options: False)
         fn()
         monkeypatch.undo()
         by_name: dict[str, list[Launch]] = {}

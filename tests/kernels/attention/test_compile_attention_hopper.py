@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_compile_targets import MAX_STACK, compile_for, serializes_wgmma, stack_bytes
 
-from qframework.kernels.attention import hopper
-from qframework.kernels.attention.hopper import NOTHING, Added
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.specialized import NOTHING, Added
 from qframework.kernels.attention.variants import resolve
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
@@ -92,8 +92,8 @@ def test_compiles_with_a_soft_cap(width, what, tmp_path) -> None:
 @pytest.mark.parametrize(("variant", "width"), [("sage2_int8", 64), ("integer_exp", 128)])
 def test_compiles_with_three_stages(variant, width, tmp_path, monkeypatch) -> None:
     """benchmarks.attention_parts times them."""
-    form_of = hopper.form_of
-    monkeypatch.setattr(hopper, "form_of", lambda *given: form_of(*given)._replace(stages=3))
+    form_of = specialized.form_of
+    monkeypatch.setattr(specialized, "form_of", lambda *given: form_of(*given)._replace(stages=3))
     _compiles_without_spilling(width, "fp16", False, variant, False, tmp_path, allowed=MAX_STACK)
 
 
@@ -119,19 +119,21 @@ def _compiles_without_spilling(
 
     def described(kind, rows, channels):
         ones = "1, " * (rank - 2)
-        return f"tensordesc<{kind}[{ones}{rows}, {channels}],{hopper.layout(rows, channels, dtypes[kind], rank)!r}>"
+        return (
+            f"tensordesc<{kind}[{ones}{rows}, {channels}],{specialized.layout(rows, channels, dtypes[kind], rank)!r}>"
+        )
 
-    form = hopper.form_of(resolve(variant), width, width, masked, added, packed)
+    form = specialized.form_of(resolve(variant), width, width, masked, added, packed)
     form = form._replace(lse=lse, capped=capped)
-    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in specialized.kernel.arg_names}
     stored = "i8" if resolve(variant).quantizes_qk else kind
     values = "bf16" if resolve(variant).exponential == "integer" else "fp8e4nv" if form.fp8 else kind
     of_keys, of_values = (form.block_d, form.rest_d), (form.block_dv, form.rest_dv)
     for name, (dtype, rows, (first, rest)) in {
-        "q": (stored, hopper.ROWS, of_keys),
+        "q": (stored, specialized.ROWS, of_keys),
         "k": (stored, form.block_n, of_keys),
         "v": (values, form.block_n, of_values),
-        "out": (kind, hopper.ROWS, of_values),
+        "out": (kind, specialized.ROWS, of_values),
     }.items():
         types |= {f"{name}_desc": described(dtype, rows, first)}
         types |= {f"{name}_rest_desc": described(dtype, rows, rest or first)}
@@ -139,13 +141,17 @@ def _compiles_without_spilling(
         types |= dict.fromkeys(("v_desc", "v_rest_desc"), described(values, form.block_dv, form.block_n))
     bias = "fp32" if added.itemsize == 4 else kind
     columns = {"tile": form.block_n, "factors": form.columns}.get(form.bias, form.block_n)
-    types |= {"bias_ptr": f"*{bias}", "bias_desc": described(bias, hopper.ROWS, columns)}
+    types |= {"bias_ptr": f"*{bias}", "bias_desc": described(bias, specialized.ROWS, columns)}
     types |= {"logit_scale": "fp32", "softcap": "fp32", "bits_ptr": "*i32", "order_ptr": "*i32", "counts_ptr": "*i32"}
     types |= {"plan_ptr": "*i32"}
-    compiled = compile_for("sm_90", hopper.kernel, types, {"CAUSAL": causal, "FORM": form}, num_warps=4)
+    compiled = compile_for("sm_90", specialized.kernel, types, {"CAUSAL": causal, "FORM": form}, num_warps=4)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert stack_bytes(compiled, tmp_path) <= allowed + _more_by_new_triton(masked, added)
     assert not serializes_wgmma(compiled, tmp_path)
     assert compiled.metadata.shared <= 227 * 1024
-    assert hopper.shared_bytes(form, added) <= compiled.metadata.shared <= hopper.shared_bytes(form, added) + 1024
+    assert (
+        specialized.shared_bytes(form, added)
+        <= compiled.metadata.shared
+        <= specialized.shared_bytes(form, added) + 1024
+    )
     return compiled

@@ -7,9 +7,9 @@ import re
 import pytest
 from test_compile_targets import CHIPS, compile_for, stack_bytes
 
-from qframework.kernels.attention.cache_append import _cache_append_kernel
-from qframework.kernels.attention.decode import choose_plan
-from qframework.kernels.attention.decode_kernel import (
+from qframework.kernels.attention.decode.cache_append import _cache_append_kernel
+from qframework.kernels.attention.decode.decode import choose_plan
+from qframework.kernels.attention.decode.triton import (
     _combine_kernel,
     _combine_rows_kernel,
     _decode_attention_kernel,

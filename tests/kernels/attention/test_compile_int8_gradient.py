@@ -9,10 +9,12 @@ import torch
 from test_compile_attention import FP16_PRODUCT, POINTERS, SHARED_KIB, Recorder, compile_launch
 from test_compile_targets import CHIPS, stack_bytes
 
-from qframework.kernels.attention import int8_gradient_forward, int8_gradient_triton, round_tokens
-from qframework.kernels.attention.int8_gradient_forward import Dropout, choose_forward_tile, forward_triton
-from qframework.kernels.attention.int8_gradient_reference import GradientOperands
-from qframework.kernels.attention.int8_gradient_triton import (
+from qframework.kernels.attention import round_tokens
+from qframework.kernels.attention.int8_gradient import forward as int8_gradient_forward
+from qframework.kernels.attention.int8_gradient import triton as int8_gradient_triton
+from qframework.kernels.attention.int8_gradient.forward import Dropout, choose_forward_tile, forward_triton
+from qframework.kernels.attention.int8_gradient.reference import GradientOperands
+from qframework.kernels.attention.int8_gradient.triton import (
     choose_gradient_tiles,
     delta_triton,
     gradients_triton,

@@ -1,4 +1,4 @@
-"""decode.py and decode_kernel.py: attention of a few queries to an INT8 cache, against FP64 attention."""
+"""decode/decode.py and decode/triton.py: attention of a few queries to an INT8 cache, against FP64 attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from decode_oracle import P_ERROR, Cache, assert_exact, make_cache
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention import decode as module
-from qframework.kernels.attention.decode import DECODE_ATTENTION, DecodePlan, choose_plan, decode_attention
+from qframework.kernels.attention.decode import decode as module
+from qframework.kernels.attention.decode.decode import DECODE_ATTENTION, DecodePlan, choose_plan, decode_attention
 
 
 def run(implementation: str, plan: DecodePlan | None = None) -> Any:

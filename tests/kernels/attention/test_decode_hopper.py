@@ -1,4 +1,4 @@
-"""decode_hopper.py: Hopper's kernel for many rows that share a key head: plans, compiled code, and results natively."""
+"""decode/hopper.py: Hopper's kernel for many rows that share a key head: plans, compiled code, and results natively."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from decode_oracle import assert_exact, make_cache
 from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
 from torch import Tensor
 
-from qframework.kernels.attention import decode, decode_hopper, hopper
-from qframework.kernels.attention.decode_arguments import DecodeAttentionArguments
-from qframework.kernels.attention.decode_hopper import block_widths, choose_rows_plan, program_bytes
-from qframework.kernels.attention.decode_hopper_kernel import ROWS, RowsForm
+from qframework.kernels.attention.decode import decode
+from qframework.kernels.attention.decode import hopper as decode_hopper
+from qframework.kernels.attention.decode.arguments import DecodeAttentionArguments
+from qframework.kernels.attention.decode.hopper import block_widths, choose_rows_plan, program_bytes
+from qframework.kernels.attention.decode.hopper_kernel import ROWS, RowsForm
+from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -75,7 +77,7 @@ def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     monkeypatch.setattr(decode_hopper, "HAS_GLUON", True)
     monkeypatch.setattr(decode_hopper, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(decode_hopper, "chip_of", lambda device: ((9, 0), 132))
-    monkeypatch.setattr(hopper, "addressable", lambda x: x.stride(2) % 16 == 0)
+    monkeypatch.setattr(specialized, "addressable", lambda x: x.stride(2) % 16 == 0)
     fits, x = decode_hopper.fits, arguments()
     assert fits(x)
     assert not fits(arguments(rows=1))
@@ -124,7 +126,7 @@ def test_compiles_for_sm_90(option: str, rows: int, channels: tuple[int, int], d
     form = RowsForm(*widths, *channels, plan.block_n, plan.stages, plan.warpgroups, 16, **flags)
 
     def described(width: int) -> str:
-        layout = hopper.layout(plan.block_n, width, torch.int8)
+        layout = specialized.layout(plan.block_n, width, torch.int8)
         return f"tensordesc<i8[1, 1, {plan.block_n}, {width}],{layout!r}>"
 
     kernel = decode_hopper.kernel
@@ -132,7 +134,7 @@ def test_compiles_for_sm_90(option: str, rows: int, channels: tuple[int, int], d
     types |= {"k_desc": described(widths[0]), "v_desc": described(widths[1]), "q_ptr": f"*{dtype}"}
     types |= {"scales_ptr": "*bf16", "lengths_ptr": "*i32", "mask_ptr": "*i8", "logit_scale": "fp32"}
     types |= {"out_ptr": "*fp16" if form.split else f"*{dtype}"}
-    constants = {"V_LAYOUT": hopper.layout(plan.block_n, widths[1], torch.float16), "FORM": form}
+    constants = {"V_LAYOUT": specialized.layout(plan.block_n, widths[1], torch.float16), "FORM": form}
     options = {"num_warps": 4 * plan.warpgroups, "maxnreg": decode_hopper._REGISTERS}
     compiled = compile_for("sm_90", kernel, types, constants, **options)
     assert "wgmma.mma_async.sync.aligned.m64n" in compiled.asm["ptx"]

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from qframework import sage_attention
 from qframework.compat import fused_attention
-from qframework.kernels.attention import hopper, int8_gradient, round_tokens
-from qframework.kernels.attention.int8_gradient import (
+from qframework.kernels.attention import round_tokens
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.int8_gradient import int8_gradient
+from qframework.kernels.attention.int8_gradient.int8_gradient import (
     INT8_GRADIENT_ATTENTION,
     INT8_GRADIENT_ATTENTION_BACKWARD,
     PER_BLOCK,
@@ -22,8 +24,8 @@ from qframework.kernels.attention.int8_gradient import (
     gradient_operands_cpu,
     gradients,
 )
-from qframework.kernels.attention.int8_gradient_reference import gradients_ref
-from qframework.kernels.attention.int8_gradient_triton import tokens_last
+from qframework.kernels.attention.int8_gradient.reference import gradients_ref
+from qframework.kernels.attention.int8_gradient.triton import tokens_last
 from qframework.kernels.attention.operands import Bias, Values
 from qframework.kernels.attention.pipeline import TRITON_STEPS, quantized_qk
 from qframework.kernels.attention.reference import quantized_attention_ref
@@ -398,8 +400,8 @@ def test_the_log_sum_exp_of_hoppers_kernel(shape, causal, dtype, monkeypatch) ->
     The integers are the kernel's own: on a GPU the reference divides by other rules, and some integers differ.
     """
     ran: list[bool] = []
-    launch = hopper.attention_hopper
-    monkeypatch.setattr(hopper, "attention_hopper", lambda *given: ran.append(given[-1]) or launch(*given))
+    launch = specialized.attention_hopper
+    monkeypatch.setattr(specialized, "attention_hopper", lambda *given: ran.append(given[-1]) or launch(*given))
     q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
     q[0, 1, 5, 0] = torch.nan
     arguments = int8_gradient.Int8GradientArguments(q, k, v, causal)
@@ -418,8 +420,8 @@ def test_the_log_sum_exp_of_hoppers_kernel(shape, causal, dtype, monkeypatch) ->
 
 def test_only_exact_weights_without_a_bias_have_a_log_sum_exp() -> None:
     mask: Tensor = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    assert hopper.has_lse(int8_gradient.PER_BLOCK, Bias(causal=True))
-    assert hopper.has_lse(resolve("unquantized"), Bias())
-    assert not hopper.has_lse(int8_gradient.PER_BLOCK, Bias(mask))
-    assert not hopper.has_lse(resolve("integer_exp"), Bias())
-    assert not hopper.has_lse(resolve("8-per_block-fp8-fp32"), Bias())
+    assert specialized.has_lse(int8_gradient.PER_BLOCK, Bias(causal=True))
+    assert specialized.has_lse(resolve("unquantized"), Bias())
+    assert not specialized.has_lse(int8_gradient.PER_BLOCK, Bias(mask))
+    assert not specialized.has_lse(resolve("integer_exp"), Bias())
+    assert not specialized.has_lse(resolve("8-per_block-fp8-fp32"), Bias())

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention import int8_gradient, int8_gradient_triton
 from qframework.kernels.attention.dropout import keep_ref
-from qframework.kernels.attention.int8_gradient import (
+from qframework.kernels.attention.int8_gradient import int8_gradient
+from qframework.kernels.attention.int8_gradient import triton as int8_gradient_triton
+from qframework.kernels.attention.int8_gradient.int8_gradient import (
     INT8_GRADIENT_ATTENTION,
     INT8_GRADIENT_ATTENTION_BACKWARD,
     Gradient,
@@ -21,14 +22,14 @@ from qframework.kernels.attention.int8_gradient import (
     attend_cpu,
     gradient_operands_cpu,
 )
-from qframework.kernels.attention.int8_gradient_reference import (
+from qframework.kernels.attention.int8_gradient.reference import (
     REFERENCE_TILE,
     GradientOperands,
     GradientTile,
     gradients_ref,
     products_of_dq,
 )
-from qframework.kernels.attention.int8_gradient_triton import choose_gradient_tiles, gradients_triton
+from qframework.kernels.attention.int8_gradient.triton import choose_gradient_tiles, gradients_triton
 from qframework.kernels.runtime.chip import capability_of
 from qframework.kernels.runtime.triton import INTERPRET
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qframework.errors import QFrameworkError
-from qframework.kernels.attention import hopper
 from qframework.kernels.attention.arguments import Canonical, without_repeated_heads
+from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.mask_blocks import MaskSizes
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -53,7 +53,7 @@ def test_the_kernel_reads_the_given_blocks(variant: str, causal: bool, seen: boo
         assert torch.equal(found, expected)
     others = blocks(mask.flip(0), tokens, causal, 16 if seen else 0)
     differs = not torch.equal(torch.ops.qframework.masked_attention(q, k, v, mask, *others, *given), expected)
-    reads = ON_HOPPER and tokens >= hopper.LEAST_TOKENS and variant != "sage_t"
+    reads = ON_HOPPER and tokens >= specialized.LEAST_TOKENS and variant != "sage_t"
     assert differs == (reads and (seen or variant == "unquantized"))
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from oracle import UNIT
 
+from qframework.kernels.attention.hopper.prepare import SAMPLE, can_prepare, prepare_triton, stride_of
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.padding import without_hidden
-from qframework.kernels.attention.prepare import SAMPLE, can_prepare, prepare_triton, stride_of
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref
 from qframework.kernels.attention.quantize_v import quantize_values_ref
 from qframework.kernels.attention.variants import (

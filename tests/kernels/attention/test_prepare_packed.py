@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import auto, hopper, hopper_packed
+from qframework.kernels.attention import auto
+from qframework.kernels.attention.hopper import packed as hopper_packed
+from qframework.kernels.attention.hopper import specialized
+from qframework.kernels.attention.hopper.prepare import prepare_triton
+from qframework.kernels.attention.hopper.prepare_packed import prepare_packed_triton
 from qframework.kernels.attention.operands import Lengths
-from qframework.kernels.attention.prepare import prepare_triton
-from qframework.kernels.attention.prepare_packed import prepare_packed_triton
 from qframework.kernels.attention.variants import resolve
 
 VARIANT = resolve("integer_exp")
@@ -61,7 +63,7 @@ def test_auto_for_packed_sequences(monkeypatch) -> None:
     monkeypatch.setattr(auto, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(hopper_packed, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(hopper_packed, "chip_of", lambda device: ((9, 0), 132))
-    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
 
     def integer(lengths: list[int], width: int = 64, heads: int = 16, causal: bool = False, longest: int = 0) -> bool:
         q = torch.empty(sum(lengths), heads, width, dtype=torch.float16)

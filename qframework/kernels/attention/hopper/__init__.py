@@ -1,0 +1,1 @@
+"""Attention for Hopper, in Gluon: which calls, plans, launches and kernels."""

@@ -1,0 +1,1 @@
+"""Attention whose gradient is computed in 8 bit, for training."""
