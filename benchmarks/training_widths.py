@@ -1,7 +1,8 @@
 """From which width blocks train faster in INT8 than in BF16, of the stored steps of whole models (training_models.py).
 
 Of each model the newest file counts, with all its runs, since older ones measured other code.
-``qframework.training.plan`` holds the two limits, one for blocks with a gated MLP, and a test compares them with these.
+``qframework.training.plan`` holds the two limits, one for blocks with many linears, and a test compares them with
+these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from benchmarks.harness import Record
 from benchmarks.tables import table
 from benchmarks.training_models import OPS
 from benchmarks.training_subjects import MODELS
-from qframework.training.plan import blocks_of, is_gated, width_of
+from qframework.training.plan import blocks_of, has_many_linears, width_of
 
 OURS, BASELINE = "qframework", "bf16"
 LEAST_GAIN = 1.03  # smaller ones are within the difference of two runs, and another model of this width may lose
@@ -28,7 +29,7 @@ class Speed:
 
     model: str
     channels: int
-    gated: bool
+    many: bool  # linears, or a gated MLP
     op: str
     ratio: float
     date: str = ""  # of the file
@@ -36,10 +37,10 @@ class Speed:
 
 @functools.cache
 def shape_of(model: str) -> tuple[int, bool]:
-    """Channels of a model's blocks, and whether their MLPs are gated."""
+    """Channels of a model's blocks, and whether these have many linears."""
     with torch.device("meta"):
         block = blocks_of(MODELS[model].build(1))[0]
-    return width_of(block), is_gated(block)
+    return width_of(block), has_many_linears(block)
 
 
 def speeds(files: Iterable[tuple[str, Sequence[Record]]]) -> list[Speed]:
@@ -52,7 +53,7 @@ def speeds(files: Iterable[tuple[str, Sequence[Record]]]) -> list[Speed]:
             baseline, name = times.get((model, op, run, BASELINE)), (model or "").partition(",")[0]
             if provider == OURS and ours and baseline and op and name in MODELS:
                 found.append(Speed(name, *shape_of(name), op, baseline / ours, date))
-    return sorted(found, key=lambda speed: (speed.gated, speed.channels, speed.date), reverse=True)
+    return sorted(found, key=lambda speed: (speed.many, speed.channels, speed.date), reverse=True)
 
 
 def newest(found: Iterable[Speed]) -> list[Speed]:
@@ -64,12 +65,12 @@ def newest(found: Iterable[Speed]) -> list[Speed]:
     return [speed for speed in found if speed.date == dates[speed.model, speed.op]]
 
 
-def limit(found: Iterable[Speed], gated: bool) -> int | None:
+def limit(found: Iterable[Speed], many: bool) -> int | None:
     """The least width such that all models of it or wider gained, without CUDA graphs; None if no width is.
 
     Only the newest file of each model counts.
     """
-    alike = [speed for speed in newest(found) if speed.gated == gated and speed.op == OPS[0]]
+    alike = [speed for speed in newest(found) if speed.many == many and speed.op == OPS[0]]
     slower = max((speed.channels for speed in alike if speed.ratio < LEAST_GAIN), default=0)
     return min((speed.channels for speed in alike if speed.channels > slower), default=None)
 
@@ -77,17 +78,18 @@ def limit(found: Iterable[Speed], gated: bool) -> int | None:
 def section(files: Iterable[tuple[str, Sequence[Record]]]) -> str:
     """The limits and what they rest on as Markdown."""
     found = speeds(files)
-    header = ["model", "channels", "gated MLP", "INT8 over BF16", "under CUDA graphs"]
+    header = ["model", "channels", "more than four linears, or gated", "INT8 over BF16", "under CUDA graphs"]
     lines = [
-        [model, f"{channels:,}", "yes" if gated else "", *(_ratios(found, model, op) for op in OPS)]
-        for model, channels, gated in dict.fromkeys((each.model, each.channels, each.gated) for each in found)
+        [model, f"{channels:,}", "yes" if many else "", *(_ratios(found, model, op) for op in OPS)]
+        for model, channels, many in dict.fromkeys((each.model, each.channels, each.many) for each in found)
     ]
-    limits = {gated: limit(found, gated) for gated in (False, True)}
+    limits = {many: limit(found, many) for many in (False, True)}
     told = [f"{'not measured' if value is None else f'{value:,}'}" for value in limits.values()]
     note = (
-        f"Speed of whole training steps, a figure for each run, the newest first. In the newest file of each, all "
-        f"models of at least {told[0]} channels were at least {LEAST_GAIN} times as fast in INT8, or with gated MLPs "
-        f"{told[1]}: from there on a conversion changes blocks without being asked to.\n"
+        "Speed of whole training steps, a figure for each run, the newest first. In the newest file of each, all "
+        f"models of at least {told[0]} channels were at least {LEAST_GAIN} times as fast in INT8, or with more than "
+        f"four linears in a block or gated MLPs {told[1]}: from there on a conversion changes blocks without being "
+        "asked to.\n"
     )
     return f"## Widths\n\n{note}\n{table(header, lines)}"
 

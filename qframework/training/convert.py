@@ -119,10 +119,10 @@ def convert_to_int8_training(
             ``F.scaled_dot_product_attention`` without a mask. In every mode. Neither is faster than cuDNN's attention
             at a shape measured; see docs/attention.md.
         skip_slower: leave blocks in 16 bits that are too narrow to be faster in INT8: those with fewer channels than
-            :data:`~qframework.training.plan.FASTER_FROM`, or with a gated MLP
-            :data:`~qframework.training.plan.FASTER_FROM_GATED`. The log and the report name them, and a model of such
+            :data:`~qframework.training.plan.FASTER_FROM`, or with a gated MLP or more than four linears
+            :data:`~qframework.training.plan.FASTER_FROM_MANY`. The log and the report name them, and a model of such
             blocks alone does not change. False converts them too, which saves memory for activations and, under CUDA
-            graphs, also time at 768 channels. The baselines convert all blocks.
+            graphs, also time: from 768 channels on. The baselines convert all blocks.
         keep_weights: keep the transposes of weights in INT8 from the forward to the backward pass, one byte for each
             weight, instead of quantizing each weight twice. None keeps them unless FSDP2 spreads the weight over
             several processes, each of which would keep those of the whole model. In mode ``"per_block"`` only.

@@ -49,8 +49,9 @@ _INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
 FASTER_FROM = 1024
 """Channels from which blocks were measured to train clearly faster in INT8 than in BF16, without CUDA graphs:
 ``benchmarks/training_widths.py`` computes it."""
-FASTER_FROM_GATED = 2048
-"""The same for blocks with gated MLPs, as in Llama; narrower ones were not measured."""
+FASTER_FROM_MANY = 2048
+"""The same for blocks with more than four linears or a gated MLP, as in BERT and Llama, which launch more kernels."""
+_FEW_LINEARS = 4  # one for queries, keys and values, one behind attention, two of the MLP
 _NARROW = "too narrow to be faster in INT8"
 MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
 _OWN_FORWARD = "its forward was replaced on the module itself"
@@ -180,12 +181,13 @@ def width_of(block: nn.Module) -> int:
 
 def faster_from(block: nn.Module) -> int:
     """The width from which blocks like this one were measured to be faster."""
-    return FASTER_FROM_GATED if is_gated(block) else FASTER_FROM
+    return FASTER_FROM_MANY if has_many_linears(block) else FASTER_FROM
 
 
-def is_gated(block: nn.Module) -> bool:
-    """Whether a block has a gated MLP."""
-    return any(is_gated_mlp(module) for module in block.modules())
+def has_many_linears(block: nn.Module) -> bool:
+    """Whether a block has more than four linears, or a gated MLP."""
+    modules = list(block.modules())
+    return sum(linear_role(each) is not None for each in modules) > _FEW_LINEARS or any(map(is_gated_mlp, modules))
 
 
 # Modules of a block

@@ -97,8 +97,8 @@ def test_a_conversions_limits_are_those_of_the_stored_steps() -> None:
     stored = [Results.load(path) for path in files]
     found = training_widths.speeds((results.machine["date"], results.records) for results in stored)
     assert len(found) >= 16
-    assert training_widths.limit(found, gated=False) == plan.FASTER_FROM
-    assert training_widths.limit(found, gated=True) == plan.FASTER_FROM_GATED
+    assert training_widths.limit(found, many=False) == plan.FASTER_FROM
+    assert training_widths.limit(found, many=True) == plan.FASTER_FROM_MANY
 
 
 @pytest.mark.parametrize(
@@ -153,20 +153,20 @@ def test_what_a_profile_says() -> None:
 
 def test_one_slow_run_raises_the_limit() -> None:
     found = [Speed("a", 64, False, "step", 1.2), Speed("b", 128, False, "step", 1.1), Speed("c", 96, True, "step", 0.9)]
-    assert training_widths.limit(found, gated=False) == 64
-    assert training_widths.limit([*found, Speed("b", 64, False, "step", 1.02)], gated=False) == 128
-    assert training_widths.limit([*found, Speed("b", 64, False, "step_in_graph", 0.9)], gated=False) == 64
-    assert training_widths.limit(found, gated=True) is None
+    assert training_widths.limit(found, many=False) == 64
+    assert training_widths.limit([*found, Speed("b", 64, False, "step", 1.02)], many=False) == 128
+    assert training_widths.limit([*found, Speed("b", 64, False, "step_in_graph", 0.9)], many=False) == 64
+    assert training_widths.limit(found, many=True) is None
 
 
 def test_the_newest_file_of_a_model_replaces_older_ones_with_all_its_runs() -> None:
     old = Speed("a", 64, False, "step", 0.9, "2026-01-01")
     later = [Speed("a", 64, False, "step", ratio, "2026-01-02") for ratio in (1.1, 1.2)]
     other = Speed("b", 128, False, "step", 1.1, "2026-01-01")
-    assert training_widths.limit([old, other], gated=False) == 128
-    assert training_widths.limit([*later, old, other], gated=False) == 64
+    assert training_widths.limit([old, other], many=False) == 128
+    assert training_widths.limit([*later, old, other], many=False) == 64
     slow = Speed("a", 64, False, "step", 0.99, "2026-01-02")
-    assert training_widths.limit([slow, *later, old, other], gated=False) == 128
+    assert training_widths.limit([slow, *later, old, other], many=False) == 128
     assert training_widths.newest([old, other]) == [old, other]
 
 

@@ -12,4 +12,4 @@ def every_width_is_converted(request: pytest.FixtureRequest, monkeypatch: pytest
     """As with ``skip_slower=False``, but in tests of that argument."""
     if request.node.path.name != "test_skip_slower.py":
         monkeypatch.setattr(plan, "FASTER_FROM", 0)
-        monkeypatch.setattr(plan, "FASTER_FROM_GATED", 0)
+        monkeypatch.setattr(plan, "FASTER_FROM_MANY", 0)
