@@ -2,7 +2,8 @@
 
 Formulas: a :class:`Line` holds ``start + sum_d steps[d] * index[d]`` (``arange``, positions), a :class:`Piecewise` the
 number ``inside`` where all its lines are at least 0 and ``outside`` elsewhere (a causal mask: ``query - key >= 0``). A
-constant is a Piecewise without lines. Sizes are no part of a formula, so that it holds for symbolic ones.
+constant is a Piecewise without lines. Sizes are no part of a formula, so that it holds for symbolic ones. Where they
+are known, :func:`within` drops lines that hold everywhere, as that of a window longer than the text.
 
 A step along a dimension of size 1 must be 0: it then broadcasts.
 """
@@ -10,7 +11,7 @@ A step along a dimension of size 1 must be 0: it then broadcasts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 Number = int | float  # bool among them
@@ -42,6 +43,12 @@ class Line:
     def is_constant(self) -> bool:
         """Whether all elements are ``start``."""
         return not any(self.steps)
+
+    def bounds(self, sizes: Sequence[int | None]) -> tuple[float, float]:
+        """The least and the largest element of a tensor with these sizes, of which unknown ones are None."""
+        known = zip(self.steps, sizes, strict=True)
+        ends = [step * (math.inf if n is None else n - 1) for step, n in known if step != 0]
+        return self.start + sum(min(end, 0) for end in ends), self.start + sum(max(end, 0) for end in ends)
 
     @property
     def never_negative(self) -> bool:
@@ -87,6 +94,15 @@ def chosen(lines: frozenset[Line], inside: Number, outside: Number) -> Piecewise
         return constant(outside)
     lines = frozenset(line for line in lines if not line.never_negative)
     return Piecewise(lines, inside, outside) if lines else constant(inside)
+
+
+def within(choice: Piecewise, sizes: Sequence[int | None]) -> Piecewise:
+    """``choice`` without the lines that are at least 0 in all of a tensor with these sizes, unknown ones None."""
+    bounds = {line: line.bounds(sizes) for line in choice.lines}
+    if any(largest < 0 for _, largest in bounds.values()):
+        return constant(choice.outside)
+    lines = frozenset(line for line, (least, _) in bounds.items() if least < 0)
+    return chosen(lines, choice.inside, choice.outside)
 
 
 def align(a: Line, b: Line) -> tuple[Line, Line]:

@@ -30,6 +30,7 @@ from qframework.graph.index_formulas import (
     negated,
     padded,
     reindexed,
+    within,
 )
 from qframework.graph.nodes import argument, fake_value, operation
 from qframework.graph.shapes import same
@@ -81,7 +82,10 @@ def _stored(formula: Formula, fake: Tensor) -> Formula | None:
     if any(len(line.steps) > fake.ndim for line in formula.lines):
         return None
     rounded = formula.map(lambda number: torch.tensor(number).to(fake.dtype).item())
-    return None if rounded is None else reindexed(rounded, lambda line: _broadcasting(line, fake))
+    if rounded is None:
+        return None
+    placed = as_piecewise(reindexed(rounded, lambda line: _broadcasting(line, fake)))
+    return None if placed is None else within(placed, [n if type(n) is int else None for n in fake.shape])
 
 
 def _broadcasting(line: Line, fake: Tensor) -> Line:

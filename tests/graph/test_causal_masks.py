@@ -32,6 +32,7 @@ MASKS = {
     "added": lambda n: torch.zeros(n, n).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf),
     "added where": lambda n: torch.where(transformers_mask(n, 2), 0.0, torch.finfo(torch.float32).min),
     "older transformers": lambda n: float_mask(n).float(),
+    "a window as long as the text": lambda n: transformers_mask(n, 2, window=n),  # Mistral with a short prompt
 }
 
 
@@ -82,6 +83,7 @@ def padding(x):
 
 OTHERS = {
     "window": lambda q, n: transformers_mask(n, 2, window=3),
+    "a window that hides one key": lambda q, n: transformers_mask(n, 2, window=n - 1),
     "strict": lambda q, n: torch.arange(n)[:, None].gt(torch.arange(n) - 2),
     "later queries": lambda q, n: torch.ones(n, n, dtype=torch.bool).tril(2),
     "padding": lambda q, n: transformers_mask(n, 2) & padding(q),
@@ -216,6 +218,21 @@ def test_any_length() -> None:
         torch.testing.assert_close(run(*operands), attend(*operands))
     assert len(capture.graphs) == 1
     assert sdpa_calls(capture) == [(None, True)]
+
+
+def test_a_window_of_a_text_of_any_length_stays() -> None:
+    """A longer text may come."""
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, transformers_mask(q.shape[2], q.shape[0], window=20))
+
+    capture = Capture("off")
+    run = torch.compile(attend, backend=capture, fullgraph=True, dynamic=True)
+    for tokens in (17, 30):
+        operands = qkv(tokens=tokens)
+        torch.testing.assert_close(run(*operands), attend(*operands))
+    assert len(capture.graphs) == 1
+    assert [(mask is None, flag) for mask, flag in sdpa_calls(capture)] == [(False, False)]
 
 
 transformers_missing = pytest.mark.skipif(

@@ -103,6 +103,24 @@ CAUSAL_MASKS = {
 }
 
 
+@pytest.mark.parametrize(("window", "lines"), [(N - 1, 2), (N, 1), (N + 1, 1)])
+def test_lines_that_hold_everywhere_are_dropped(window: int, lines: int) -> None:
+    assert len(check(lambda: transformers_mask(N, 2, window)).lines) == lines
+
+
+def test_what_holds_nowhere_is_a_constant() -> None:
+    assert check(lambda: torch.arange(N)[:, None] - torch.arange(N) > N) == Piecewise(frozenset(), False, False)
+    mixed = check(lambda: (torch.arange(N) > 2) & (torch.arange(N)[:, None] >= N))
+    assert mixed == Piecewise(frozenset(), False, False)
+
+
+def test_bounds_of_a_line() -> None:
+    line = Line((0, 3, -2), 5)
+    assert line.bounds((4, 5, 6)) == (5 - 10, 5 + 12)
+    assert line.bounds((None, 5, None)) == (-torch.inf, 5 + 12)
+    assert line.bounds((7, None, 1)) == (5, torch.inf)
+
+
 @pytest.mark.parametrize("form", CAUSAL_MASKS)
 def test_masks_are_causal(form: str) -> None:
     found = check(lambda: CAUSAL_MASKS[form](N))
