@@ -140,7 +140,7 @@ class _Hessians:
 
 
 def _outer_product(inputs: Iterable[Tensor], linear: ObservedLinear, centered: bool) -> Tensor:
-    """A sum of squares, never a difference of sums: of constant inputs, rounding would leave a matrix without a factor."""
+    """A sum of squares, not a difference of sums, of which constant inputs leave rounding errors without a factor."""
     total: Any = 0.0
     means, counts = [], []
     for x in inputs:
