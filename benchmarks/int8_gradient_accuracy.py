@@ -24,7 +24,7 @@ from qframework.kernels.attention.int8_gradient.int8_gradient import (
     attend_cpu,
     gradient_operands_cpu,
 )
-from qframework.kernels.attention.int8_gradient.reference import REFERENCE_TILE, gradients_ref, products_of_dq
+from qframework.kernels.attention.int8_gradient.reference import gradients_ref, products_of_dq
 
 SHAPES, SMOKE_SHAPES = ((1, 2, 1024, 64), (1, 2, 1024, 128)), ((1, 2, 130, 32),)
 SPREADS, SMOKE_SPREADS = (1.0, 3.0, 4.0, 5.0, 6.0, 8.0), (1.0, 6.0)
@@ -51,7 +51,7 @@ def int8_gradients(gradient: str, query: Tensor, key: Tensor, value: Tensor, gra
     out, lse, k_mean, *_ = attend_cpu(call)  # a CPU keeps no rounded Q and K
     backward = Int8GradientBackwardArguments(grad, None, query, key, value, out, lse, k_mean, True, None, gradient)
     operands = gradient_operands_cpu(backward)
-    return (out, products_of_dq(operands, REFERENCE_TILE), *gradients_ref(operands))
+    return (out, products_of_dq(operands), *gradients_ref(operands))
 
 
 def normed(x: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ from qframework.compat.dispatch import below_autograd
 from qframework.compat.dynamo import arguments_of, check_hints
 from qframework.compat.graph_breaks import GraphBreak, break_behind, when_skipped
 from qframework.fallbacks import Fallbacks
-from qframework.graph.detached import NO_GRADIENT
 from qframework.graph.nested import HIGHER_ORDER, nested_linears
 from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
+from qframework.graph.rewrites.detached import NO_GRADIENT
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.runtime.call_site import register_call_sites
 

@@ -8,7 +8,7 @@ To::
 
     q, k, v, [mask, rel_h, rel_w] -> qframework::sage_attention -> getitem 0 -> ...
 
-Both forms are found by attention_patterns.py. A mask that is the sum of decomposed relative positions
+Both forms are found by graph/attention/patterns.py. A mask that is the sum of decomposed relative positions
 (relative_position.py) is replaced by its two factors, so that no N x N tensor is left in the graph; one that repeats
 the masks of windows for every image (window_masks.py) by those of one image; one that is causal whatever the inputs
 (causal_masks.py) by the flag.
@@ -27,15 +27,15 @@ from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
 from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
-from qframework.graph.attention_call import AttentionCall, Refused
-from qframework.graph.attention_patterns import sdpa_call, spelled_out_call
-from qframework.graph.causal_masks import with_causal_flag
+from qframework.graph.attention.call import AttentionCall, Refused
+from qframework.graph.attention.causal_masks import with_causal_flag
+from qframework.graph.attention.patterns import sdpa_call, spelled_out_call
+from qframework.graph.attention.relative_position import decomposed
+from qframework.graph.attention.replace import name_shapes, replace_attention
+from qframework.graph.attention.window_masks import with_window_masks
 from qframework.graph.index_values import Values, index_values
 from qframework.graph.nodes import argument, fake_value, layer_name, needs_gradient, operation
-from qframework.graph.relative_position import decomposed
-from qframework.graph.replace_attention import name_shapes, replace_attention
 from qframework.graph.shapes import traced_size
-from qframework.graph.window_masks import with_window_masks
 from qframework.kernels.attention.auto import Masking, caps_logits, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported

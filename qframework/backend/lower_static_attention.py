@@ -27,11 +27,11 @@ from qframework.backend.hoist_quantize import drop_requantization, erase_quantiz
 from qframework.backend.lowering import Lowering, ScaleConstants, erase_unused
 from qframework.backend.quantized_linear import CannotLower, Quantized, dequantized, static_quantize_scale
 from qframework.backend.report import LayerReport
-from qframework.graph.attention_call import NotAttention, Refused
-from qframework.graph.attention_patterns import sdpa_call, share_one_head
+from qframework.graph.attention.call import NotAttention, Refused
+from qframework.graph.attention.patterns import sdpa_call, share_one_head
+from qframework.graph.attention.write import AttentionWriter
 from qframework.graph.channels import ChannelView, quantized_everywhere
 from qframework.graph.nodes import Constants, argument, calibration_notes, fake_value, layer_name, operation
-from qframework.graph.write_attention import AttentionWriter
 
 _ours = torch.ops.qframework
 _ROLES = ("query", "key", "value")

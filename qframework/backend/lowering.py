@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from qframework.backend.options import BackendOptions
 from qframework.backend.report import LayerReport
 from qframework.compat.dynamo import add_source, record_value
-from qframework.graph.missing_values import record_missing_values
 from qframework.graph.nodes import Constants
+from qframework.graph.rewrites.missing_values import record_missing_values
 
 _PREFIX = "_qframework_scale_"  # of the names of buffers
 

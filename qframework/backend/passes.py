@@ -34,20 +34,20 @@ from qframework.backend.report import LayerReport
 from qframework.backend.share_mask_blocks import share_mask_blocks
 from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
-from qframework.graph.causal_masks import use_causal_flag
-from qframework.graph.dense_masks import make_masks_dense
-from qframework.graph.einsum_linears import expand_einsum_linears
-from qframework.graph.expand_attention import expand_multi_head_attention
-from qframework.graph.expand_einsum import expand_einsum
-from qframework.graph.expand_patch_embedding import expand_patch_embedding
-from qframework.graph.expand_products import expand_products, is_grouped, why_no_linear
-from qframework.graph.inline_grad_scopes import inline_grad_scopes
+from qframework.graph.attention.causal_masks import use_causal_flag
+from qframework.graph.attention.dense_masks import make_masks_dense
+from qframework.graph.attention.expand import expand_multi_head_attention
 from qframework.graph.nodes import is_assertion, layer_name, operation
-from qframework.graph.out_of_place import write_out_of_place
-from qframework.graph.read_parts import read_parts
-from qframework.graph.scalar_constants import use_numbers
-from qframework.graph.select_early import select_early
-from qframework.graph.shorten import erase_inactive_dropouts, erase_unread_results
+from qframework.graph.rewrites.einsum_linears import expand_einsum_linears
+from qframework.graph.rewrites.expand_einsum import expand_einsum
+from qframework.graph.rewrites.expand_patch_embedding import expand_patch_embedding
+from qframework.graph.rewrites.expand_products import expand_products, is_grouped, why_no_linear
+from qframework.graph.rewrites.inline_grad_scopes import inline_grad_scopes
+from qframework.graph.rewrites.out_of_place import write_out_of_place
+from qframework.graph.rewrites.read_parts import read_parts
+from qframework.graph.rewrites.scalar_constants import use_numbers
+from qframework.graph.rewrites.select_early import select_early
+from qframework.graph.rewrites.shorten import erase_inactive_dropouts, erase_unread_results
 
 
 def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:

@@ -15,7 +15,7 @@ from torch.export import Dim
 from qframework.backend.release import release_prepared_models
 from qframework.conversion.recipe_check import RECIPE_NOTE, compare
 from qframework.errors import CalibrationError
-from qframework.graph.shorten import shorten
+from qframework.graph.rewrites.shorten import shorten
 from qframework.graph.state import changing_state, put_back
 from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate
 from qframework.quantizer.output_error import first_examples, floats, held_out

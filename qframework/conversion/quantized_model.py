@@ -21,9 +21,9 @@ from qframework.errors import UnsupportedError
 from qframework.export.onnx_export import write_onnx
 from qframework.export.package import write_package
 from qframework.export.report import OnnxReport
-from qframework.graph.detached import detach_outputs
-from qframework.graph.late_dequantize import dequantize_late
 from qframework.graph.none_inputs import check_none_inputs
+from qframework.graph.rewrites.detached import detach_outputs
+from qframework.graph.rewrites.late_dequantize import dequantize_late
 from qframework.graph.source import look_up_once
 from qframework.serialization import save
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qframework.compat.dynamo import VALUE_KEYS
-from qframework.graph.nodes import add_call, argument, fake_value, operation
+from qframework.graph.nodes import add_call, argument, fake_value, operation, why_not_plain
 from qframework.graph.shapes import same, same_shape
 from qframework.graph.writes import writes_in_place
 
@@ -27,7 +27,7 @@ def rearranges_tokens(node: Node, source: Node) -> bool:
     before, after, name = fake_value(source), fake_value(node), operation(node)
     if name not in _KNOWN or before is None or after is None or before.dtype != after.dtype or after.ndim == 0:
         return False
-    if node.args[:1] != (source,) or writes_in_place(node):
+    if node.args[:1] != (source,) or writes_in_place(node) or why_not_plain(before) is not None:
         return False
     channels = before.shape[-1]
     if not isinstance(channels, int) or channels < 2 or not same(channels, after.shape[-1]):

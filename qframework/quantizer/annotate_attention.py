@@ -25,10 +25,10 @@ import qframework.kernels  # noqa: F401  registers the operator that variants be
 from qframework.compat.operators import schema
 from qframework.compat.torchao import QuantizationAnnotation, QuantizationSpec, QuantizationSpecBase
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.graph.attention_call import Refused, Unrecognized
-from qframework.graph.attention_patterns import sdpa_call, spelled_out_call
+from qframework.graph.attention.call import Refused, Unrecognized
+from qframework.graph.attention.patterns import sdpa_call, spelled_out_call
+from qframework.graph.attention.replace import replace_attention
 from qframework.graph.nodes import operation
-from qframework.graph.replace_attention import replace_attention
 from qframework.graph.shapes import short_shapes
 from qframework.numerics import FLOAT_DTYPES
 from qframework.quantizer.annotate_linear import (

@@ -15,16 +15,16 @@ from qframework.arguments import described
 from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quantizer
 from qframework.errors import UnsupportedError
 from qframework.fallbacks import Fallbacks
-from qframework.graph.einsum_linears import expand_exported_einsum_linears
-from qframework.graph.expand_einsum import expand_einsum
-from qframework.graph.expand_products import expand_exported_products
-from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
-from qframework.graph.missing_values import share_memory_again
-from qframework.graph.out_of_place import write_out_of_place
-from qframework.graph.read_after_writes import read_after_writes
-from qframework.graph.replace_attention import name_shapes
-from qframework.graph.scalar_constants import write_out_scalars
-from qframework.graph.shorten import erase_unread_results
+from qframework.graph.attention.replace import name_shapes
+from qframework.graph.rewrites.einsum_linears import expand_exported_einsum_linears
+from qframework.graph.rewrites.expand_einsum import expand_einsum
+from qframework.graph.rewrites.expand_products import expand_exported_products
+from qframework.graph.rewrites.inline_grad_scopes import inline_scopes_of_layers
+from qframework.graph.rewrites.missing_values import share_memory_again
+from qframework.graph.rewrites.out_of_place import write_out_of_place
+from qframework.graph.rewrites.read_after_writes import read_after_writes
+from qframework.graph.rewrites.scalar_constants import write_out_scalars
+from qframework.graph.rewrites.shorten import erase_unread_results
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.weight_rows import separate_weights
 from qframework.quantizer.annotate_attention import (

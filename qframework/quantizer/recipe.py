@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 from qframework.arguments import check_can_be_read_again, is_count, is_number
 from qframework.errors import UnsupportedError
-from qframework.graph.read_after_writes import read_after_writes
+from qframework.graph.rewrites.read_after_writes import read_after_writes
 from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.arguments import check_exported, check_prepared
 from qframework.quantizer.attention_choice import choose_heads

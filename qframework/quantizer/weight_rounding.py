@@ -104,9 +104,9 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
 
     With rows and columns reversed, ``H = R R^T`` for an upper triangular R, and ``U = R^-1``, which avoids inverting H.
     """
-    mean = hessian.diagonal().mean()
     one = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    damped = hessian + one * torch.where(mean > 0, DAMPING * mean, 1.0)  # inputs may be all zeros
+    # inputs may be zeros, or so small that float32 rounds their squares to a few bits
+    damped = hessian + one * (DAMPING * hessian.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny)
     factor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     return torch.linalg.solve_triangular(factor, one, upper=True)
 
@@ -140,16 +140,20 @@ class _Hessians:
 
 
 def _outer_product(inputs: Iterable[Tensor], linear: ObservedLinear, centered: bool) -> Tensor:
+    """A sum of squares, not a difference of sums, of which constant inputs leave rounding errors without a factor."""
     total: Any = 0.0
-    sums: Any = 0.0
-    count = 0
+    means, counts = [], []
     for x in inputs:
         rows = x.reshape(-1, x.shape[-1]).float()
+        if centered and len(rows):
+            means.append(rows.mean(0, dtype=torch.float64))
+            counts.append(len(rows))
+            rows = (rows - means[-1]).float()
         total = total + exact_matmul(rows.T, rows).double()
-        sums = sums + rows.sum(0, dtype=torch.float64)
-        count += len(rows)
-    if centered and count:
-        total = total - torch.outer(sums, sums) / count
+    if means:  # between batches
+        each, weights = torch.stack(means), means[0].new_tensor(counts).unsqueeze(1)
+        apart = (each - (each * weights).sum(0) / weights.sum()) * weights.sqrt()
+        total = total + apart.T @ apart
     if not bool(torch.isfinite(total).all()):
         raise CalibrationError(f"layer {linear.observer.layer!r}: the inputs and their squares must be finite")
     return total

@@ -23,9 +23,9 @@ from torch.fx import GraphModule
 from qframework.compat import pytree
 from qframework.errors import FileFormatError
 from qframework.files import parse_json
-from qframework.graph.detached import detach_outputs
-from qframework.graph.late_dequantize import dequantize_late
 from qframework.graph.none_inputs import check_none_inputs
+from qframework.graph.rewrites.detached import detach_outputs
+from qframework.graph.rewrites.late_dequantize import dequantize_late
 from qframework.graph.source import look_up_once
 from qframework.serialization.expressions import NOT_PLAIN, SYMBOL, condition
 from qframework.serialization.grammar import (

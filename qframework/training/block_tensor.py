@@ -28,7 +28,6 @@ with checkpointing::
   ``forward`` only uses ``isinstance(x, BlockTensor)``, ``x.dequantize()`` and ``Function.apply(x)``.
 - Every tensor of the forward pass is an argument: weights are passed, never taken from a closure.
 - The gradient of a float input is a float tensor of its dtype, that of a BlockTensor input a BlockTensor.
-  ``as_grad_of(x, grad)`` converts it where a Function accepts both.
 - ``forward`` returns new tensors, never an argument, and reads no value on the host (``.item()``).
 - The base class refuses second derivatives, transforms of ``torch.func`` and forward-mode derivatives.
 
@@ -367,11 +366,6 @@ def as_blocks(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> B
             "Use one block_size for all layers of a model"
         )
     return x
-
-
-def as_grad_of(x: Tensor, grad: Tensor) -> Tensor:
-    """``grad`` as the gradient of ``x``: a BlockTensor if and only if ``x`` is one; outside autograd, for Functions."""
-    return as_blocks(grad, x.block_size) if isinstance(x, BlockTensor) else as_float(grad)
 
 
 def as_float(grad: Tensor) -> Tensor:

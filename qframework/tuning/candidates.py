@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from qframework.compat import pytree
 from qframework.conversion.exported import quantize_exported
 from qframework.errors import QFrameworkError
-from qframework.graph.attention_call import NotAttention, Refused
-from qframework.graph.attention_patterns import spelled_out_call
+from qframework.graph.attention.call import NotAttention, Refused
+from qframework.graph.attention.patterns import spelled_out_call
 from qframework.graph.nodes import linear_call
 from qframework.numerics import sqnr_db
 from qframework.quantizer import Recipe

@@ -12,11 +12,11 @@ from torch import Tensor, fx
 
 from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.graph.expand_einsum import expand_einsum
+from qframework.graph.attention.replace import name_shapes
 from qframework.graph.nodes import argument
-from qframework.graph.out_of_place import write_out_of_place
-from qframework.graph.replace_attention import name_shapes
-from qframework.graph.shorten import erase_unread_results
+from qframework.graph.rewrites.expand_einsum import expand_einsum
+from qframework.graph.rewrites.out_of_place import write_out_of_place
+from qframework.graph.rewrites.shorten import erase_unread_results
 from qframework.numerics import FLOAT_DTYPES
 from qframework.quantizer import AttentionConfig, dynamic_attention, static_attention
 from qframework.quantizer.annotate_attention import (

@@ -6,6 +6,7 @@ import itertools
 import operator
 
 import pytest
+import timm
 import torch
 from lowered_models import Block, example, without_inductor
 from torch import nn
@@ -263,6 +264,20 @@ class TestLeftInFloat:
         assert [(r.lowered, r.fallback) for r in reports] == [(False, True)]
         assert "torch.vmap" in reports[0].reason
         torch.testing.assert_close(y, F.scaled_dot_product_attention(q, q, q))
+
+    @pytest.mark.parametrize("name", ["token", "avg", "attention"])
+    def test_a_model_inside_vmap(self, name):
+        """Passes that move or expand nodes leave these alone: nothing computes with what ``torch.vmap`` wrapped."""
+        reports = []
+        if name == "attention":
+            attention, x = nn.MultiheadAttention(16, 2, batch_first=True).eval(), torch.randn(2, 5, 16)
+            model = lambda x: attention(x, x, x)[0]  # noqa: E731
+        else:
+            model, x = timm.create_model("test_vit", global_pool=name).eval(), torch.randn(2, 3, 160, 160)
+        with torch.no_grad():
+            y = torch.compile(torch.vmap(lambda one: model(one[None])[0]), backend=eager_backend(reports))(x)
+            torch.testing.assert_close(y, model(x))
+        assert not any(r.lowered for r in reports)
 
     def test_attention_beside_a_derivative_is_reported(self):
         q, reports = torch.randn(2, 2, 8, 16), []

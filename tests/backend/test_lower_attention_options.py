@@ -11,7 +11,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from qframework.backend import compile, lower_attention
 from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
-from qframework.graph.attention_patterns import sdpa_call
+from qframework.graph.attention.patterns import sdpa_call
 from qframework.kernels.attention import auto
 from qframework.kernels.attention.auto import Hopper
 from qframework.kernels.attention.hopper import dense as hopper_dense

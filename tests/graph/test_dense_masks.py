@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.graph.dense_masks import make_masks_dense
+from qframework.graph.attention.dense_masks import make_masks_dense
 from qframework.graph.nodes import argument, fake_value, operation
 
 Mask = Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Gradients of quantized models that run without compilation (graph/detached.py)."""
+"""Gradients of quantized models that run without compilation (graph/rewrites/detached.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qframework
-from qframework.graph import detached
+from qframework.graph.rewrites import detached
 from qframework.quantizer import QuantizationConfig, dynamic_attention, dynamic_int8, static_int8
 
 

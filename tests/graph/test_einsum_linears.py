@@ -9,7 +9,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework import numerics
 from qframework.backend import explain, qframework_backend
-from qframework.graph.einsum_linears import expand_exported_einsum_linears
+from qframework.graph.rewrites.einsum_linears import expand_exported_einsum_linears
 from qframework.quantizer import QFrameworkQuantizer, calibrate, static_int8
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework import numerics
 from qframework.backend import explain, float_linear, qframework_backend
-from qframework.graph.expand_products import expand_exported_products
+from qframework.graph.rewrites.expand_products import expand_exported_products
 from qframework.quantizer import QFrameworkQuantizer, Recipe, Smooth, calibrate, static_int8
 
 aten = torch.ops.aten

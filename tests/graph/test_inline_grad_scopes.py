@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qframework import explain, load, quantize
-from qframework.graph.inline_grad_scopes import inline_grad_scopes, inline_scopes_of_layers
+from qframework.graph.rewrites.inline_grad_scopes import inline_grad_scopes, inline_scopes_of_layers
 
 
 class Positions(nn.Module):

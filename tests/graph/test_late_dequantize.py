@@ -11,7 +11,7 @@ import qframework
 from qframework.backend import fallbacks
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
-from qframework.graph.late_dequantize import dequantize_late
+from qframework.graph.rewrites.late_dequantize import dequantize_late
 from qframework.numerics import sqnr_db
 from qframework.quantizer import static_int8
 

@@ -11,7 +11,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 import qframework
 from qframework.compat.dynamo import recorded_value
-from qframework.graph.missing_values import record_missing_values
+from qframework.graph.rewrites.missing_values import record_missing_values
 from qframework.graph.writes import written_between
 from qframework.numerics import sqnr_db
 from qframework.quantizer import (

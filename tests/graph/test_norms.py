@@ -8,8 +8,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from qframework.backend.lower_norm import norm_arguments
-from qframework.graph.missing_values import record_missing_values
 from qframework.graph.norms import NormCall, norm_call
+from qframework.graph.rewrites.missing_values import record_missing_values
 
 
 class Norm(nn.Module):

@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 
-from qframework.graph.out_of_place import write_out_of_place
+from qframework.graph.rewrites.out_of_place import write_out_of_place
 from qframework.graph.writes import writes_in_place
 
 

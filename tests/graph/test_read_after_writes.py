@@ -12,7 +12,7 @@ from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 
 import qframework
 from qframework import numerics
-from qframework.graph.read_after_writes import read_after_writes
+from qframework.graph.rewrites.read_after_writes import read_after_writes
 from qframework.quantizer import (
     QFrameworkQuantizer,
     QuantizationConfig,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.graph.nodes import operation
-from qframework.graph.read_parts import read_parts
+from qframework.graph.rewrites.read_parts import read_parts
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "the first operand": lambda x: x[:, :1],

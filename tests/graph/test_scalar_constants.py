@@ -11,7 +11,7 @@ from qframework import numerics
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.graph.nodes import is_assertion
-from qframework.graph.scalar_constants import use_numbers, write_out_scalars
+from qframework.graph.rewrites.scalar_constants import use_numbers, write_out_scalars
 
 
 class Masked(nn.Module):

@@ -14,7 +14,7 @@ import qframework
 from benchmarks.models import quantize_qframework
 from qframework import explain
 from qframework.graph.nodes import fake_value, linear_call
-from qframework.graph.select_early import select_early
+from qframework.graph.rewrites.select_early import select_early
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 
 TOKENS, WIDTH = 7, 32
@@ -173,7 +173,7 @@ def test_quantized_layers_are_the_same(preset: str, choice: str, monkeypatch: py
         torch._dynamo.reset()
         early, layers = torch.compile(quantized, backend="qframework")(x), explain(quantized, x)
         _, found = moved(quantized, x)
-        monkeypatch.setattr("qframework.graph.select_early._movable", lambda *_: [])
+        monkeypatch.setattr("qframework.graph.rewrites.select_early._movable", lambda *_: [])
         torch._dynamo.reset()
         assert torch.equal(early, torch.compile(quantized, backend="qframework")(x))
         assert str(explain(quantized, x)) == str(layers)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qframework.graph.shorten import erase_unread_results, shorten
+from qframework.graph.rewrites.shorten import erase_unread_results, shorten
 
 _decomposed = torch.ops.quantized_decomposed
 X = torch.randn(3, 8)

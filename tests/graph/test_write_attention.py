@@ -1,4 +1,4 @@
-"""The operator that replaces an attention: shapes, masks, strides (write_attention.py and replace_attention.py)."""
+"""The operator that replaces an attention: shapes, masks, strides (write.py and replace.py of graph/attention/)."""
 
 from __future__ import annotations
 

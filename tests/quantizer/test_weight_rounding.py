@@ -193,14 +193,16 @@ def test_shared_weights():
     assert sqnr_db(model(tokens), converted(tokens)) > 30
 
 
-@pytest.mark.parametrize("case", ["zero inputs", "zero weights", "one sample", "tiny"])
-def test_degenerate_layers(case):
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("case", ["zero inputs", "zero weights", "one sample", "constant", "tiny", "denormal squares"])
+def test_degenerate_layers(case, centered):
     torch.manual_seed(0)
     model, x = nn.Linear(8, 4), correlated(16, 8)
-    x = {"zero inputs": x * (torch.arange(8) < 3), "one sample": x[:1], "tiny": x * 1e-30}.get(case, x)
+    cases = {"zero inputs": x * (torch.arange(8) < 3), "one sample": x[:1], "constant": x[:1].expand(100, 8)}
+    x = {**cases, "tiny": x * 1e-30, "denormal squares": x * 1e-22}.get(case, x)
     if case == "zero weights":
         nn.init.zeros_(model.weight)
-    converted = convert_pt2e(rounded(model, [x]))
+    converted = convert_pt2e(rounded(model, [x, x], centered=centered))
     [q] = int8_weights(converted)
     assert torch.isfinite(converted(x)).all()
     if case == "zero inputs":

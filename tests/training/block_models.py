@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, CanonicalSize
 from qframework.training import BlockTensor, quantize_blocks
-from qframework.training.block_tensor import as_blocks, as_grad_of, blocks_of, float_of
+from qframework.training.block_tensor import as_blocks, blocks_of, float_of
 from qframework.training.function import Int8Function
 
 
@@ -30,7 +30,7 @@ class Linear(Int8Function):
         grad = float_of(as_blocks(grad, x.block_size))
         for_x = grad @ weight
         for_weight = grad.flatten(0, -2).t() @ float_of(x).flatten(0, -2)
-        return for_x if ctx.float_input else as_grad_of(x, for_x), for_weight, None
+        return for_x if ctx.float_input else as_blocks(for_x, x.block_size), for_weight, None
 
 
 class BlockLinear(nn.Linear):

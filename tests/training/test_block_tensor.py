@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import BlockSize, dequantize_blocks_ref, spread_scale
 from qframework.training import BlockTensor, fallbacks, new_seed, quantize_blocks
-from qframework.training.block_tensor import as_blocks, as_grad_of
+from qframework.training.block_tensor import as_blocks
 
 # Half a step, and the roundings of values that are up to 127 steps large.
 HALF_STEP = 0.5 + 127 * 2.0**-22
@@ -101,14 +101,6 @@ def test_gradients_pass_straight_through():
     assert type(x.grad) is torch.Tensor
     expected = quantize_blocks(weight)
     assert torch.equal(x.grad, float_values(expected)), "the gradient is quantized where blocks were dequantized"
-
-
-def test_gradients_have_the_format_of_their_tensor():
-    x, y = torch.randn(4, 40), blocks(4, 40)
-    assert as_grad_of(x, x) is x
-    assert as_grad_of(y, y) is y
-    assert torch.equal(as_grad_of(x, y), float_values(y))
-    assert_rounded(as_grad_of(y, x), x)
 
 
 @pytest.mark.parametrize("block_size", [32, (1, 128)])

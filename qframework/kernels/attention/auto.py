@@ -144,7 +144,7 @@ def pytorch_is_faster(
     """Whether PyTorch has a kernel for this that is faster than all accurate variants.
 
     On a CPU that is so for all but relative positions in factors: variants run as their reference there. On Hopper it
-    was measured in float16 on an H100 (docs/attention.md). False on other chips. Reads metadata alone.
+    was measured in float16 on an H100 (docs/attention-hopper.md). False on other chips. Reads metadata alone.
 
     Relative positions are PyTorch's where only the general kernel computes them, which takes longer than PyTorch with
     their sum as a mask.

@@ -6,8 +6,9 @@ Formula (Shazeer 2020, arXiv 2002.05202), with the products of int8_linear.py::
     out = y rounded once to out_dtype, or clamp(round(y / out_scale) + out_zero_point, -127, 127) as int8
 
 Layout: ``a (..., K)``, ``gate`` and ``up (N, K)``, ``out (..., N)``, rows contiguous. Both weights may be parts of one.
-Reference: ``int8_gated_linear_ref``. On Hopper one kernel computes both products (hopper_gated.py), so that neither is
-written to memory; elsewhere, and where TMA cannot address an operand, two calls of ``int8_linear`` write float32.
+On the CPU it is the formula, with two calls of ``int8_linear``. On Hopper one kernel computes both products
+(hopper_gated.py), so that neither is written to memory; elsewhere, and where TMA cannot address an operand, two calls
+of ``int8_linear`` write float32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from qframework.kernels.linear.launch import (
     walk_of,
     warm_up_int8_linear,
 )
-from qframework.kernels.linear.reference import int8_linear_ref
 from qframework.kernels.linear.tile import MAX_FEW_ROWS, Tile
 from qframework.kernels.linear.tiles import gated_tile
 from qframework.kernels.quantize import QuantizeArguments, quantize_triton
@@ -92,11 +92,6 @@ class Int8GatedLinearArguments(NamedTuple):
         """A linear with the same result, whose checks are those of its scale, dtype and zero point."""
         call = self.product("gate", self.out_dtype)
         return call._replace(out_scale=self.out_scale, out_zero_point=self.out_zero_point)
-
-
-def int8_gated_linear_ref(x: Int8GatedLinearArguments) -> Tensor:
-    """Reference of ``qframework::int8_gated_linear``."""
-    return _rounded(x, int8_linear_ref(x.product("gate")) * int8_linear_ref(x.product("up")))
 
 
 def _int8_gated_linear_cpu(x: Int8GatedLinearArguments) -> Tensor:

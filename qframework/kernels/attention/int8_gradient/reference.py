@@ -122,11 +122,11 @@ def logits_ref(
     return s.masked_fill(is_marked(q[:, :, m], 8)[..., None], torch.nan)
 
 
-def products_of_dq(x: GradientOperands, tile: GradientTile, dtype: torch.dtype = torch.float32) -> Tensor:
-    """dS ``(B, H, N, Nk)`` as the product for dQ reads it; as many heads of K as of Q."""
-    tokens = x.q.shape[2]
-    blocks = [slice(start, start + tile.block_m) for start in range(0, tokens, tile.block_m)]
-    return torch.cat([_rounded(weights_and_gradient(x, m, dtype)[1], x, -1, tile.block_n) for m in blocks], 2)
+def products_of_dq(x: GradientOperands) -> Tensor:
+    """dS ``(B, H, N, Nk)`` float32 as the product for dQ reads it; as many heads of K as of Q."""
+    step, keys = REFERENCE_TILE.block_m, REFERENCE_TILE.block_n
+    blocks = [slice(start, start + step) for start in range(0, x.q.shape[2], step)]
+    return torch.cat([_rounded(weights_and_gradient(x, m, torch.float32)[1], x, -1, keys) for m in blocks], 2)
 
 
 def _factors(x: GradientOperands, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

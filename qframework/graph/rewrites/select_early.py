@@ -32,6 +32,7 @@ from qframework.graph.nodes import (
     is_inactive_dropout,
     linear_call,
     operation,
+    why_not_plain,
 )
 from qframework.graph.selections import Selection, is_single, keeps_dimension, selection
 from qframework.graph.shapes import same
@@ -67,6 +68,8 @@ def _selection(node: Node) -> Selection | None:
     selected = selection(node)
     fake = fake_value(selected.source) if selected is not None else None
     if selected is None or fake is None or fake.ndim != 3 or not fake.is_floating_point() or selected.dim != 1:
+        return None
+    if why_not_plain(fake) is not None:
         return None
     return selected if is_single(node, selected) else None
 

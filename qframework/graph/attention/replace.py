@@ -9,9 +9,9 @@ from torch.fx import GraphModule, Node
 
 from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
-from qframework.graph.attention_call import AttentionCall, Refused
+from qframework.graph.attention.call import AttentionCall, Refused
+from qframework.graph.attention.write import AttentionWriter, cannot_be_viewed
 from qframework.graph.nodes import argument, fake_value, fix_numbers, is_assertion, operation, why_not_plain
-from qframework.graph.write_attention import AttentionWriter, cannot_be_viewed
 from qframework.graph.writes import writes_in_place, written_between
 from qframework.numerics import FLOAT_DTYPES
 

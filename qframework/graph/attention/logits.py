@@ -1,6 +1,6 @@
 """Finds the product of queries and keys behind the logits of a softmax, and the steps in between.
 
-These are the steps of attention_patterns.py: scales, soft caps, summands, masks, views, a row's maximum and sinks.
+These are the steps of patterns.py: scales, soft caps, summands, masks, views, a row's maximum and sinks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention_call import (
+from qframework.graph.attention.call import (
     NO_WEIGHT,
     NotAttention,
     Refused,

@@ -20,11 +20,11 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from qframework.graph.attention_call import NO_WEIGHT, AttentionCall, Summand
+from qframework.graph.attention.call import NO_WEIGHT, AttentionCall, Summand
+from qframework.graph.attention.replace import erase_unread
 from qframework.graph.index_formulas import Line, Number, Piecewise
 from qframework.graph.index_values import Values, fixed_until, index_values
 from qframework.graph.nodes import argument, fake_value, is_sage_attention, operation
-from qframework.graph.replace_attention import erase_unread
 
 _FULL, _CAUSAL = "full", "causal"
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention_call import AttentionCall, NotAttention, Summand, shape_of
+from qframework.graph.attention.call import AttentionCall, NotAttention, Summand, shape_of
 from qframework.graph.nodes import VIEWS, argument, fake_value, operation
 from qframework.graph.shapes import same, splits_first
 from qframework.graph.writes import written_between

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention_call import (
+from qframework.graph.attention.call import (
     AttentionCall,
     NotAttention,
     Refused,
@@ -33,9 +33,9 @@ from qframework.graph.attention_call import (
     product_operands,
     shape_of,
 )
-from qframework.graph.attention_logits import Logits, constant_number, unscaled
+from qframework.graph.attention.logits import Logits, constant_number, unscaled
+from qframework.graph.attention.same_mask import same_mask
 from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, traced_number, users
-from qframework.graph.same_mask import same_mask
 from qframework.graph.selections import Selection, keeps_dimension, selection
 from qframework.graph.shapes import same, same_shape
 

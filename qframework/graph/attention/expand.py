@@ -30,7 +30,7 @@ from torch.fx.node import map_arg
 from qframework.compat.dispatch import FakeTensor
 from qframework.compat.dynamo import value_key
 from qframework.compat.graphs import make_fx
-from qframework.graph.nodes import fake_value, linear_call, operation
+from qframework.graph.nodes import fake_value, linear_call, operation, why_not_plain
 
 _FUSED_LAYER = "_transformer_encoder_layer_fwd"
 
@@ -118,7 +118,7 @@ def _expand(gm: GraphModule, node: Node, outputs: dict[int, Node], function: Cal
     inputs = [operand for operand in node.all_input_nodes if fake_value(operand) is not None]
     fakes, recorded = [fake_value(operand) for operand in inputs], [fake_value(output) for output in outputs.values()]
     modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
-    if not modes or len(inputs) != len(node.all_input_nodes):
+    if not modes or len(inputs) != len(node.all_input_nodes) or any(map(why_not_plain, fakes)):
         return
 
     def run(*values: Any) -> tuple[Tensor, ...]:

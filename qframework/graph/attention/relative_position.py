@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention_call import NotAttention, Summand, shape_of
+from qframework.graph.attention.call import NotAttention, Summand, shape_of
 from qframework.graph.nodes import CASTS, COPIES, VIEWS, argument, fake_value, operation
 from qframework.graph.shapes import same, same_shape
 

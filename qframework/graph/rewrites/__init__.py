@@ -1,0 +1,1 @@
+"""Rewrites of captured graphs that keep what they compute."""
