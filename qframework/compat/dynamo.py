@@ -17,6 +17,8 @@ from qframework.compat.missing import explained, gone, note_missing, optional
 with explained():
     from torch._guards import TracingContext
 
+    _ = torch.compiler._is_exporting_flag  # checked here instead of at every call
+
 VALUE_KEYS = ("example_value", "val")  # under which Dynamo and torch.export record values
 _BUFFERS = "_buffers["  # in the source of a buffer's placeholder: L['self']._modules['fc1']._buffers['x']
 
