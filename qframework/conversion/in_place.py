@@ -301,6 +301,11 @@ def _static_scales(
     progress: bool,
 ) -> dict[str, Tensor | None]:
     if data is not None:
+        if any(layer.weight.is_meta for layer in layers):
+            raise CalibrationError(
+                "quantize_: calibration_data must be None for a model on meta, which computes no values. Calibrate a "
+                "model with weights, and load its state dict"
+            )
         modules = {layer.name: layer.module for layer in layers}
         return input_scales(model, modules, config.activation, data, batches, progress)
     if config.activation.granularity == "per_tensor" and all(layer.weight.is_meta for layer in layers):

@@ -105,17 +105,22 @@ def write_annotation(
 
 def check_linear(node: Node, layer: str, config: LinearConfig) -> None:
     """Raise UnsupportedError where no kernel supports ``config`` for the linear ``node``."""
+    check_dtypes(node, layer)
     x, weight = _input_and_weight(node)
-    for name, tensor in (("activation", x), ("weight", weight)):
-        dtype = traced_value(tensor, layer).dtype
-        if dtype not in FLOAT_DTYPES:
-            raise unsupported(layer, f"{name} must have dtype float32, float16 or bfloat16, got {dtype}")
     features = traced_value(weight, layer).shape[-1]
     if features > MAX_INT8_PRODUCTS:
         reason = f"in_features must be at most {MAX_INT8_PRODUCTS}, above which INT32 sums can overflow, got {features}"
         raise unsupported(layer, reason)
     if config.activation.granularity == "per_token" and not config.activation.dynamic:
         _check_positions(x, layer)
+
+
+def check_dtypes(node: Node, layer: str) -> None:
+    """Raise UnsupportedError where no kernel supports the dtypes of the linear ``node``, whatever its configuration."""
+    for name, tensor in zip(("activation", "weight"), _input_and_weight(node), strict=True):
+        dtype = traced_value(tensor, layer).dtype
+        if dtype not in FLOAT_DTYPES:
+            raise unsupported(layer, f"{name} must have dtype float32, float16 or bfloat16, got {dtype}")
 
 
 def unsupported(layer: str, reason: str) -> UnsupportedError:

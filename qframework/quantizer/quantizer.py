@@ -42,6 +42,7 @@ from qframework.quantizer.annotate_linear import (
     SharedObservers,
     annotate_linear,
     annotated,
+    check_dtypes,
     check_linear,
     is_annotated,
     is_linear,
@@ -200,6 +201,12 @@ class QFrameworkQuantizer(Quantizer):
             expand_exported_products(model)
             if not self.is_qat:  # copies of a parameter would be trained apart
                 separate_weights(model)
+
+    def check_dtypes(self, model: GraphModule) -> None:
+        """Raise UnsupportedError if a linear to quantize has a dtype without a kernel, before a recipe computes it."""
+        for node in model.graph.nodes:
+            if is_linear(node) and self.config_for(node) is not None:
+                check_dtypes(node, layer_name(node))
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Annotate every selected linear and attention of ``model``.

@@ -231,13 +231,15 @@ class Recipe(JsonConfig):
             "hadamard": {layer: block size}, "rotate_heads": {layer: error}, "attention": {layer: "per_head"}}``.
 
         Raises:
-            UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
+            UnsupportedError: ``exported`` is not an exported model, ``quantizer`` not a QFrameworkQuantizer, or a
+                linear to quantize has a dtype without a kernel.
             CalibrationError: ``data`` is an iterator, which the first step would exhaust, or does not fit the model.
         """
         check_can_be_read_again(data, "Recipe.before_prepare")
         check_exported(exported, "Recipe.before_prepare: exported")
         check_quantizer(quantizer, "Recipe.before_prepare")
         quantizer.expose_linears(exported)
+        quantizer.check_dtypes(exported)
         read_after_writes(exported)
         done: dict[str, Any] = {}
         if self.rotate:

@@ -418,6 +418,7 @@ X = torch.randn(4, 16)
         (lambda: MLP().eval(), static_int8(), [X.double()], {}, r"layer 'fc1': its input must be float32, float16 or"),
         (lambda: MLP().eval(), static_int8("per_token"), [X, X[:3]], {}, r"layer 'fc1': .*same positions .*\(4,\) and"),
         (lambda: MLP().eval(), static_int8(), [{"y": X}], {}, r"the batch must match MLP.forward"),
+        (lambda: MLP().eval().to("meta"), static_int8(), [X], {}, r"calibration_data must be None for a model on meta"),
         (MLP, dynamic_int8(), None, {"filter_fn": "fc1"}, r"filter_fn must be None or a function"),
         (MLP, dynamic_int8(), None, {"filter_fn": lambda *_: False}, r"model must hold a linear layer that filter_fn"),
         (lambda: nn.Linear(4, 4), dynamic_int8(), None, {}, r"Wrap it in nn.Sequential"),

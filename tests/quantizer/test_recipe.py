@@ -67,6 +67,13 @@ def test_an_iterator_is_refused_since_every_step_reads_the_data(step: str) -> No
         getattr(Recipe.best(), step)(*arguments)
 
 
+def test_a_layer_of_complex_numbers_is_refused_before_it_is_observed() -> None:
+    model = nn.Sequential(nn.Linear(16, 16, dtype=torch.complex64)).eval()
+    x = torch.randn(4, 16, dtype=torch.complex64)
+    with pytest.raises(UnsupportedError, match=r"layer '0': activation must have dtype float32.*got torch.complex64"):
+        Recipe.best().before_prepare(exported(model, x), QUANTIZER, [x])
+
+
 def sqnr_with(recipe: Recipe, model: nn.Module) -> float:
     """SQNR of the converted model against the float model."""
     graph = exported(model, IMAGES)
