@@ -168,6 +168,11 @@ def serializes_wgmma(compiled, tmp_path: Path) -> bool:
     return "serialized" in said.stderr
 
 
+def keeps_indices(ptx: str) -> bool:
+    """Whether columns have an index each, here the tenth of a thread, which takes registers from tile to tile."""
+    return bool(re.search(r"or\.b32\s+%r\d+, %r\d+, 33;", ptx))
+
+
 def epilogue_kind(epilogue: EpilogueForm) -> str:
     return epilogue_of(epilogue.activation, epilogue.has_residual, epilogue.out_scale != "none")
 
@@ -274,6 +279,7 @@ def test_specialized(tile, epilogue, single, tmp_path):
     )  # the other warpgroup multiplies while this one waits for its rows
     assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == working
     assert "setmaxnreg" in ptx
+    assert not keeps_indices(ptx)
     assert compiled.metadata.shared <= 227 * 1024
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 

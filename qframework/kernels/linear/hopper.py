@@ -35,6 +35,7 @@ if HAS_GLUON:
     )
     from qframework.kernels.runtime.gluon import (
         TensorDescriptor,
+        columns_before,
         fence_async_shared,
         gl,
         gluon,
@@ -43,19 +44,6 @@ if HAS_GLUON:
         tma_load,
         tma_store,
     )
-
-    @gluon.jit
-    def _before(end, COLUMNS: gl.constexpr, layout: gl.constexpr):
-        """Which of ``COLUMNS`` columns come before ``end``, as ``arange < end``.
-
-        A thread compares its two columns of eight with the end less the multiples of eight. The indices of all its
-        columns, which do not change, would be kept in registers from tile to tile; ptxas 13 spills them.
-        """
-        parts: gl.constexpr = gl.BlockedLayout([COLUMNS // 8, 2], [8, 4], [4, 1], [1, 0])
-        eights = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, parts))
-        rest = gl.arange(0, 8, layout=gl.SliceLayout(0, parts))
-        inside = rest[None, :] < (end - 8 * eights)[:, None]
-        return gl.convert_layout(inside.reshape([COLUMNS]), layout, assert_trivial=True)
 
     @gluon.jit
     def _consume(
@@ -100,7 +88,7 @@ if HAS_GLUON:
             m_upper = start_m + gl.arange(0, 64, layout=of_rows)
             m_lower = m_upper + DOWN
             if EARLY:
-                inside = _before(N - start_n, COLUMNS, of_columns)
+                inside = columns_before(N - start_n, COLUMNS, of_columns)
                 columns = load_columns(
                     a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE, inside
                 )
@@ -125,7 +113,7 @@ if HAS_GLUON:
                 acc = upper if half == 0 else lower
                 if not EARLY and half * DOWN == 0:  # what lies below has the same columns
                     start = start_n + half * RIGHT
-                    inside = _before(N - start, COLUMNS, of_columns)
+                    inside = columns_before(N - start, COLUMNS, of_columns)
                     columns = load_columns(
                         a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start, n, N, EPILOGUE, inside
                     )

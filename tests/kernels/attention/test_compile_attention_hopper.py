@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_compile_targets import MAX_STACK, compile_for, serializes_wgmma, stack_bytes
+from test_compile_targets import MAX_STACK, compile_for, keeps_indices, serializes_wgmma, stack_bytes
 
 from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.hopper.specialized import NOTHING, Added
@@ -50,7 +50,7 @@ def test_compiles_with_scales_per_thread_and_fp8_values(variant, width, causal, 
     """With 128 channels of FP8 values, whose products have registers of their own, some are spilled."""
     allowed = 0
     if width > 64 and "fp16" not in variant:
-        allowed = FP8_STACK * (2 if _triton() >= (3, 9) else 1)
+        allowed = FP8_STACK
     _compiles_without_spilling(width, "fp16", causal, variant, masked, tmp_path, allowed=allowed)
 
 
@@ -59,7 +59,12 @@ def test_compiles_with_scales_per_thread_and_fp8_values(variant, width, causal, 
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
 @pytest.mark.parametrize("variant", ["unquantized", "integer_exp"])
 def test_compiles_for_packed_sequences(variant, width, causal, tmp_path) -> None:
-    _compiles_without_spilling(width, "bf16", causal, variant, False, tmp_path, packed=True)
+    """With 256 channels and the integer exponential, two registers may be spilled once in a tile of queries.
+
+    Triton 3.6, with which it was timed, does so.
+    """
+    allowed = 8 if width == 256 and variant == "integer_exp" else 0
+    _compiles_without_spilling(width, "bf16", causal, variant, False, tmp_path, allowed=allowed, packed=True)
 
 
 @pytest.mark.sample(1 / 2)
@@ -146,6 +151,7 @@ def _compiles_without_spilling(
     types |= {"plan_ptr": "*i32"}
     compiled = compile_for("sm_90", specialized.kernel, types, {"CAUSAL": causal, "FORM": form}, num_warps=4)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert added != NOTHING or form.fp8 or not keeps_indices(compiled.asm["ptx"])
     assert stack_bytes(compiled, tmp_path) <= allowed + _more_by_new_triton(masked, added)
     assert not serializes_wgmma(compiled, tmp_path)
     assert compiled.metadata.shared <= 227 * 1024

@@ -88,12 +88,17 @@ if HAS_GLUON:
     @gluon.jit
     def kept_by_place(block, first, NK, scores, CAUSAL: gl.constexpr):
         """Which keys of ``block`` the queries from ``first`` attend to, as :func:`kept_keys`."""
-        SCORES: gl.constexpr = scores.type.layout
-        key = block * scores.shape[1] + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, SCORES))
-        row = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
-        keep = (key < NK)[None, :] & (row[:, None] >= 0)
-        if CAUSAL:
-            keep = keep & (key[None, :] <= row[:, None])
+        BLOCK_N: gl.constexpr = scores.shape[1]
+        EIGHTS: gl.constexpr = gl.reshape(scores, (_ROWS, BLOCK_N // 8, 8)).type.layout
+        ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, EIGHTS))
+        row = first + gl.arange(0, _ROWS, layout=ROW)
+        last = gl.minimum(row, NK - 1) if CAUSAL else gl.where(row >= 0, NK - 1, -1)
+        last -= block * BLOCK_N  # then no key of the block comes before a negative one
+        # Compared in eights, since the indices of all keys would be kept in registers from tile to tile.
+        eight = gl.arange(0, BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, EIGHTS)))
+        rest = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, EIGHTS)))
+        keep = rest[None, None, :] <= (last[:, None] - 8 * eight[None, :])[:, :, None]
+        keep = gl.convert_layout(gl.reshape(keep, (_ROWS, BLOCK_N)), scores.type.layout, assert_trivial=True)
         return halves(keep)
 
     @gluon.jit
