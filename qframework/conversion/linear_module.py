@@ -29,6 +29,22 @@ _ON_GPU: Operators = QUANTIZE.cuda, DYNAMIC_QUANTIZE.cuda, INT8_LINEAR.cuda
 _AT_ONCE = 2**20
 
 
+class _ScaleOf(torch.autograd.Function):
+    """A static scale that depends on the input for autograd, as a dynamic one does, so that ``int8_linear`` refuses."""
+
+    @staticmethod
+    def forward(scale: Tensor, x: Tensor) -> Tensor:
+        return scale.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("int8_linear has a backward pass of its own, which refuses")
+
+
 class QuantizedLinear(nn.Module):
     """What ``quantize_`` makes of a linear layer: ``x -> quantize -> int8_linear``, without gradients.
 
@@ -78,8 +94,18 @@ class QuantizedLinear(nn.Module):
         if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or not x.is_cuda:
             if isinstance(x, fx.Proxy):  # torch.fx.symbolic_trace: one module, as a layer of torch.nn
                 return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
-            return self._linear(_DISPATCHED, x, self.weight_int8, self.weight_scale, self.input_scale, self.bias)
+            return self._dispatched(x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return self._dispatched(x)
         return self._eager(x)
+
+    def _dispatched(self, x: Tensor) -> Tensor:
+        """``forward`` by PyTorch's dispatcher, whose backward pass refuses what needs a gradient."""
+        scale = self.input_scale
+        if scale is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad:
+            # Of integers autograd knows no origin: the gradient of a residual would pass for that of the sum.
+            scale = _ScaleOf.apply(scale, x)
+        return self._linear(_DISPATCHED, x, self.weight_int8, self.weight_scale, scale, self.bias)
 
     def _eager(self, x: Tensor) -> Tensor:
         """``forward`` on a GPU, where the host's time limits models that are not compiled."""
