@@ -279,7 +279,7 @@ def test_specialized(tile, epilogue, single, tmp_path):
     )  # the other warpgroup multiplies while this one waits for its rows
     assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == working
     assert "setmaxnreg" in ptx
-    assert not keeps_indices(ptx)
+    assert keeps_indices(ptx) == specialized.KEEPS_INDICES
     assert compiled.metadata.shared <= 227 * 1024
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 

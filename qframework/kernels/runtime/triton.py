@@ -16,6 +16,8 @@ if HAS_TRITON:
     import triton.language as tl
 
     from qframework.compat.triton import TensorDescriptor
+
+    VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 else:  # CPU-only platforms: definitions succeed, launches do not
 
     class _NoTriton:
@@ -29,5 +31,6 @@ else:  # CPU-only platforms: definitions succeed, launches do not
             return self
 
     triton = tl = TensorDescriptor = _NoTriton()
+    VERSION = (0, 0)
 
-__all__ = ["HAS_TRITON", "INTERPRET", "TensorDescriptor", "tl", "triton"]
+__all__ = ["HAS_TRITON", "INTERPRET", "VERSION", "TensorDescriptor", "tl", "triton"]
