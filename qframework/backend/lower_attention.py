@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
-from qframework.compat.graphs import is_erased
+from qframework.compat.graphs import free_unbacked_symbols, is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention.call import AttentionCall, Refused
 from qframework.graph.attention.causal_masks import with_causal_flag
@@ -208,9 +208,11 @@ def _pytorch_is_faster(call: AttentionCall) -> bool:
 
 
 def _caps_on_hopper(call: AttentionCall) -> bool:
-    """Whether Hopper's kernel computes a call with a soft cap."""
+    """Whether Hopper's kernel computes a call with a soft cap; False for sizes that follow from data."""
     query, values = _fake_of(call.query), _fake_of(call.value).shape[-1]
     chip = hopper_of(query.device)
+    if any(free_unbacked_symbols(fake) for fake in _fakes(call)):
+        return False
     return chip is not None and caps_logits(query, call.shape[-1], values, _masking(call), chip)
 
 

@@ -102,7 +102,8 @@ class QuantizedLinear(nn.Module):
     def _dispatched(self, x: Tensor) -> Tensor:
         """``forward`` by PyTorch's dispatcher, whose backward pass refuses what needs a gradient."""
         scale = self.input_scale
-        if scale is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad:
+        captured = torch.compiler.is_compiling() or torch.jit.is_tracing()  # which take operators alone
+        if scale is not None and not captured and torch.is_grad_enabled() and x.requires_grad:
             # Of integers autograd knows no origin: the gradient of a residual would pass for that of the sum.
             scale = _ScaleOf.apply(scale, x)
         return self._linear(_DISPATCHED, x, self.weight_int8, self.weight_scale, scale, self.bias)

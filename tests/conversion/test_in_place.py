@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -441,6 +442,17 @@ def test_no_gradient_passes_beside_a_frozen_layer(config, data) -> None:
     with torch.no_grad():
         assert not model(x).requires_grad
     assert not model(X).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(("config", "data"), [(dynamic_int8(), None), (static_int8(), [X])])
+def test_traces_behind_layers_with_gradients(config, data) -> None:
+    """A trace holds operators alone, so that it can be saved."""
+    model = quantize_(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)).eval(), config, data)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, X), file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(X), model(X))
 
 
 @pytest.mark.parametrize("config", [WeightConfig(), WeightConfig(observer="mse"), WeightConfig("per_tensor")])

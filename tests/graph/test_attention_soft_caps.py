@@ -186,6 +186,18 @@ class TestOptions:
         assert (report.lowered, report.fallback, report.reason) == (taken, False, "" if taken else SOFTCAP)
         assert [call["variant"] for call in capture.calls] == ["auto"] * taken
 
+    def test_the_default_leaves_sizes_that_follow_from_data(self, monkeypatch):
+        """Whether Hopper's kernel takes them is unknown."""
+        monkeypatch.setattr(specialized, "HAS_GLUON", True)
+        operands = torch.randn(3, 64, 2, 140, 64, dtype=torch.half).unbind()
+        for x in operands:
+            torch._dynamo.decorators.mark_unbacked(x, 2)
+        form = Written(CAPPED["no mask"][0], 2.0)
+        out, capture = compiled(form, *operands, attention="auto")
+        (report,) = capture.attention
+        assert (report.lowered, report.fallback, report.reason) == (False, False, SOFTCAP)
+        assert out.shape == operands[0].shape
+
     def test_the_default_leaves_it_in_float_on_other_chips(self, monkeypatch):
         monkeypatch.setattr(lower_attention, "hopper_of", lambda device: None)
         (report,) = self.run("auto", 1100).attention

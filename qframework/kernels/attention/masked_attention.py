@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels.attention.arguments import SageAttentionArguments, check_dense
+from qframework.kernels.attention.arguments import SageAttentionArguments, check_dense, check_softcap
 from qframework.kernels.attention.mask_blocks import BLOCK, WORDS, MaskBlocks
 from qframework.kernels.attention.pipeline import sage_attention_cpu, sage_attention_triton
 from qframework.kernels.attention.variants import resolve
@@ -56,6 +56,7 @@ class MaskedAttentionArguments(NamedTuple):
         """Raise UnsupportedError or QFrameworkError, naming the argument."""
         name = "masked_attention"
         check_dense(self.plain, name, FLOAT_DTYPES)
+        check_softcap(name, self.softcap)
         if self.variant != "auto":
             resolve(self.variant)
         check_dtype(name, "attn_mask", self.attn_mask, (torch.bool,))

@@ -104,6 +104,7 @@ Q, K, V, MASK = operands("cpu", 40)
 BITS, ORDER, COUNTS, SEEN = blocks(MASK, 40)
 ERRORS = [
     ({"attn_mask": MASK.float()}, "attn_mask must"),
+    ({"softcap": 0.0}, "masked_attention: softcap must be None or a positive number"),
     ({"key": K[..., :32]}, "masked_attention: key must have query's head dimension 64, got 32"),
     (
         {"query": Q[0], "key": Q[0], "value": Q[0], "attn_mask": MASK[0, 0]},
