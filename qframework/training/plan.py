@@ -171,12 +171,19 @@ def make_plan(
 
 def width_of(block: nn.Module) -> int:
     """Channels of the residual stream: what most of a block's linears read, 0 for a block without."""
-    widths = []
+    widths = [shape[0] for shape in _linear_shapes(block)]
+    return statistics.mode(widths) if widths else 0
+
+
+def _linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
+    """Inputs and outputs of a block's linears."""
+    shapes = []
     for module in block.modules():
         role, weight = linear_role(module), parameters(module).get("weight")
         if role is not None and weight is not None and not is_lazy(weight):
-            widths.append(weight.shape[1 if role == "linear" else 0])
-    return statistics.mode(widths) if widths else 0
+            outputs, inputs = weight.shape if role == "linear" else reversed(weight.shape)
+            shapes.append((inputs, outputs))
+    return shapes
 
 
 def faster_from(block: nn.Module) -> int:
@@ -185,9 +192,10 @@ def faster_from(block: nn.Module) -> int:
 
 
 def has_many_linears(block: nn.Module) -> bool:
-    """Whether a block has more than four linears, or a gated MLP."""
-    modules = list(block.modules())
-    return sum(linear_role(each) is not None for each in modules) > _FEW_LINEARS or any(map(is_gated_mlp, modules))
+    """Whether a block has more than four linears of the residual stream, or a gated MLP."""
+    width = width_of(block)
+    many = sum(width in shape for shape in _linear_shapes(block)) > _FEW_LINEARS
+    return many or any(map(is_gated_mlp, block.modules()))
 
 
 # Modules of a block

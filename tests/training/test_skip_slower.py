@@ -127,3 +127,14 @@ def test_a_conversion_that_has_nothing_to_do_but_for_its_width_is_no_error() -> 
     assert [row.name for row in report.kept] == ["transformer.h.0", "transformer.h.1"]
     with pytest.raises(UnsupportedError, match=r"blocks must have modules to convert, got none; .* keep_float"):
         convert_to_int8_training(gpt2(), keep_float=["transformer.h.*"])
+
+
+def test_small_linears_beside_do_not_count() -> None:
+    """As the two that compute the biases of positions in Swin V2's attention."""
+    from timm.models.swin_transformer_v2 import SwinTransformerV2
+
+    with torch.device("meta"):
+        model = SwinTransformerV2(img_size=64, embed_dim=1024, depths=(1,), num_heads=(16,), window_size=4)
+    (block,) = plan.blocks_of(model)
+    assert len(plan._linear_shapes(block)) == 6
+    assert not plan.has_many_linears(block)

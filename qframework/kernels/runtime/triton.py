@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from typing import Any
 
 from qframework.errors import UnsupportedError
@@ -17,7 +18,7 @@ if HAS_TRITON:
 
     from qframework.compat.triton import TensorDescriptor
 
-    VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+    VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 else:  # CPU-only platforms: definitions succeed, launches do not
 
     class _NoTriton:
