@@ -255,3 +255,11 @@ def test_what_hoppers_kernel_takes(variant, tiles, taken, monkeypatch):
     sizes = (1, tiles, 100, 1000, 128, 128)
     assert specialized.takes(*sizes, resolve(variant), False, 132, capped=True) == taken
     assert not specialized.takes(*sizes[:1], 131, *sizes[2:], resolve(variant), False, 132)
+
+
+def test_hoppers_kernel_caps_no_integers(monkeypatch):
+    """Smoothed keys lack a part of their logits, which the kernel would have to add before the cap."""
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
+    sizes = (1, 64, 1000, 1000, 128, 128)
+    taken = [specialized.takes(*sizes, resolve("sage_b"), False, 132, capped=capped) for capped in (False, True)]
+    assert taken == [True, False]
