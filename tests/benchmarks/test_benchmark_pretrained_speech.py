@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import pretrained, pretrained_speech
+from benchmarks import pretrained, pretrained_speech, report_pretrained
 from benchmarks.pretrained_tasks import speech_figures, word_error_rate
 from qframework.errors import FileFormatError, QFrameworkError
 
@@ -166,3 +166,21 @@ def test_other_recordings_calibrate() -> None:
     drawn = pretrained._others(pretrained_speech.sentences(96, 0), evaluated)
     assert len(drawn) >= 32
     assert not set(drawn) & set(evaluated)
+
+
+# The page
+
+
+@pytest.mark.parametrize(
+    ("more", "outcome"), [(0.5, "0.5 | 1 | PASS"), (2.0, "2.0 | 1 | FAIL"), (-3.0, "-3.0 | 1 | PASS")]
+)
+def test_word_errors_must_not_rise(tmp_path: Path, more: float, outcome: str) -> None:
+    rows = pretrained.Rows(tmp_path / "run.json", False, {"recordings": 8, "calibration": 4})
+    rows.machine = {"device": "Chip 9000", "commit": "abc123", "date": "2026-01-02T03:04:05+00:00"}
+    rows.add(pretrained.Row("whisper", "FP32", 0, {"word_errors": 20.0}, 0.0, {}))
+    figures = {"sqnr_db": 30.0, "word_errors": 20.0 + more, "changed_words": 3.0}
+    rows.add(pretrained.Row("whisper", "INT8-D (best recipe)", 0, figures, 1.0, {"fc1": 30.0}))
+    page = report_pretrained.render(report_pretrained.load(tmp_path))
+    assert f"| word errors, % | at most 1 above FP32 | {outcome} |" in page
+    assert "| FP32 |  | 20.0 |  |" in page
+    assert "`espeak-ng` speaks 8 sentences" in page
