@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qframework.compat.dispatch import functorch_transforms_active
+from qframework.compat.dynamo import is_exporting
 from qframework.errors import QFrameworkError
 from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_transforms
 
@@ -95,7 +96,7 @@ def scale_of(scale: Tensor, x: Tensor) -> Tensor:
     transformed = functorch_transforms_active()  # vmap hides whether x requires a gradient
     if not torch.is_grad_enabled() or not (x.requires_grad or transformed):
         return scale
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if is_exporting() or torch.jit.is_tracing():
         return scale
     if torch.compiler.is_dynamo_compiling() or transformed:  # by Dynamo's graphs, and below vmap
         linked: Tensor = torch.ops.qframework.scale_of.default(scale, x)
