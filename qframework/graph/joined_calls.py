@@ -2,7 +2,7 @@
 
 A function in a captured graph says so itself, since graphs know nothing of training::
 
-    @joined_by(linears, own=2, most=3, fits=suitable)
+    @joined_by(linears, own=2, most=3, kind=dtype_of_weight)
     def linear(x, weight, bias, *options): ...
 
     linear(x, w_q, b_q, *options)
@@ -35,10 +35,10 @@ class Joining(NamedTuple):
     together: Callable[..., Any]
     own: int
     most: int
-    fits: Callable[..., bool]
+    kind: Callable[..., Any]
 
 
-def joined_by(together: Callable[..., Any], *, own: int, most: int, fits: Callable[..., bool]) -> Callable[[F], F]:
+def joined_by(together: Callable[..., Any], *, own: int, most: int, kind: Callable[..., Any]) -> Callable[[F], F]:
     """Declare that calls of a function can be one.
 
     Args:
@@ -46,11 +46,12 @@ def joined_by(together: Callable[..., Any], *, own: int, most: int, fits: Callab
             what follows, and returns a tuple.
         own: how many operands behind the first one are each call's own.
         most: calls that ``together`` takes.
-        fits: whether a call can be part of one, from its operands, fake tensors while a graph is compiled.
+        kind: None for a call that stays alone, otherwise what it must have in common with those it joins; from its
+            operands, which are fake tensors while a graph is compiled.
     """
 
     def declare(function: F) -> F:
-        setattr(function, _JOINING, Joining(together, own, most, fits))
+        setattr(function, _JOINING, Joining(together, own, most, kind))
         return function
 
     return declare
@@ -71,9 +72,10 @@ def _groups(gm: GraphModule) -> Iterator[tuple[Joining, list[Node]]]:
     """Two calls or more that differ in their own operands only."""
     groups: dict[Any, list[Node]] = {}
     for node in gm.graph.nodes:
-        joining = getattr(node.target, _JOINING, None) if node.op == "call_function" else None
-        if joining is not None and not node.kwargs and joining.fits(*map_arg(node.args, recorded_value)):
-            key = joining, node.args[0], node.args[1 + joining.own :]
+        joining = getattr(node.target, _JOINING, None) if node.op == "call_function" and not node.kwargs else None
+        kind = joining.kind(*map_arg(node.args, recorded_value)) if joining is not None else None
+        if joining is not None and kind is not None:
+            key = joining, kind, node.args[0], node.args[1 + joining.own :]
             groups.setdefault(key, []).append(node)
     for (joining, *_), nodes in groups.items():
         runs = (nodes[start : start + joining.most] for start in range(0, len(nodes), joining.most))

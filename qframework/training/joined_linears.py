@@ -87,11 +87,11 @@ def linears_in_blocks(
     dtype: torch.dtype,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    """The results of ``linear_in_blocks`` for each of several weights, where ``joins`` says so."""
+    """The results of ``linear_in_blocks`` for each of several weights, where ``kind_to_join`` allows it."""
     return Int8LinearsFunction.apply(x, block_size, dtype, *weights, *biases)
 
 
-def joins(
+def kind_to_join(
     x: Any,
     weight: Any,
     bias: Any,
@@ -102,12 +102,12 @@ def joins(
     seed: Any,
     learns: bool,
     keep_weight: bool,
-) -> bool:
-    """Whether a layer with these operands can be computed beside others.
+) -> torch.dtype | None:
+    """The dtype of the weight of a layer that can be computed beside others of the same; None for other layers.
 
     Not one whose result is in blocks, which must be contiguous; nor a weight that FSDP2 spreads; nor one whose rows, or
     the columns of its gradient, end within a tile.
     """
     plain = isinstance(weight, FakeTensor) and output == "float" and not conv1d and seed is None
     multiple = max(part_multiple(block_size), part_multiple(operand_size(block_size)))
-    return plain and learns and keep_weight and weight.shape[0] % multiple == 0
+    return weight.dtype if plain and learns and keep_weight and weight.shape[0] % multiple == 0 else None

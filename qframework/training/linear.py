@@ -17,7 +17,7 @@ from qframework.graph.joined_calls import joined_by
 from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, CanonicalSize, check_block_size
 from qframework.kernels.blocks.quantize_parts import MAX_PARTS
 from qframework.training.block_tensor import new_seed
-from qframework.training.joined_linears import joins, linears_in_blocks
+from qframework.training.joined_linears import kind_to_join, linears_in_blocks
 from qframework.training.linear_function import Int8LinearFunction, Output
 
 
@@ -117,7 +117,7 @@ def apply_linear(layer: Any, x: Tensor, conv1d: bool) -> Tensor:
     return linear_in_blocks(x, layer.weight, layer.bias, *options)
 
 
-@joined_by(linears_in_blocks, own=2, most=MAX_PARTS, fits=joins)
+@joined_by(linears_in_blocks, own=2, most=MAX_PARTS, kind=kind_to_join)
 @torch.compiler.allow_in_graph
 def linear_in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """``Int8LinearFunction`` as one call in a captured graph."""
