@@ -35,9 +35,9 @@ from qframework.backend.lowering import Lowering
 from qframework.backend.quantized_linear import int8_linear_arguments
 from qframework.backend.watched_values import Operand, WatchedValues, is_followed, is_written
 from qframework.compat.dispatch import FakeTensor
-from qframework.compat.dynamo import record_value
+from qframework.compat.dynamo import record_value, recorded_value
 from qframework.graph.nodes import fake_value
-from qframework.graph.strides import record_as_slices
+from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.arguments import is_per_channel
 
@@ -50,7 +50,7 @@ def merge_linears(lowering: Lowering) -> None:
     """Merge linears with the same input; ``lowering.checks`` keeps copies of the model's tensors up to date."""
     watched = WatchedValues()
     for nodes in _groups(lowering):
-        values = record_as_slices(nodes) if _pays(nodes, lowering) else None
+        values = _slices(nodes) if _pays(nodes, lowering) else None
         if values is not None:
             _merge(nodes, values, lowering, watched)
     if watched:
@@ -127,6 +127,30 @@ def _pays(nodes: Sequence[Node], lowering: Lowering) -> bool:
     outputs, size = [len(_value(call.b, lowering)) for call in calls], calls[0].result_dtype.itemsize
     x = fake_value(calls[0].a)
     return x is not None and all(n * size % _ALIGNMENT == 0 for n in outputs) and pays_to_join(x, outputs)
+
+
+def _slices(nodes: Sequence[Node]) -> list[FakeTensor] | None:
+    """The values of the linears as slices of one result, recorded for what reads them; None if that needs copies."""
+    fakes = [fake_value(node) for node in nodes]
+    if not all(isinstance(fake, FakeTensor) for fake in fakes):
+        return None
+    widths: list[int] = [fake.shape[-1] for fake in fakes]  # type: ignore[union-attr]
+    first = fakes[0]
+    assert first is not None
+    whole = first.new_empty((*first.shape[:-1], sum(widths)))
+    before: dict[Node, Any] = {}
+    values: list[Any] = []
+    for node, part in zip(nodes, whole.split(widths, -1), strict=True):
+        moved = follow_strides(node, part)
+        if moved is None:
+            for each, value in before.items():
+                record_value(each, value)
+            return None
+        for each, value in moved.items():
+            before.setdefault(each, recorded_value(each))
+            record_value(each, value)
+        values.append(part)
+    return values
 
 
 def _merge(nodes: list[Node], values: list[FakeTensor], lowering: Lowering, watched: WatchedValues) -> None:

@@ -9,7 +9,7 @@ A function in a captured graph says so itself, since graphs know nothing of trai
     linear(x, w_k, b_k, *options)     ->     q, k, v = linears(x, [w_q, w_k, w_v], [b_q, b_k, b_v], *options)
     linear(x, w_v, b_v, *options)
 
-The results of the one call are slices, along the last dimension, of one tensor.
+The one call takes the place of the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat.dynamo import record_value, recorded_value
-from qframework.graph.strides import record_as_slices
 from qframework.graph.writes import written_between
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,7 +57,7 @@ def joined_by(together: Callable[..., Any], *, own: int, most: int, kind: Callab
 
 
 def join_calls(gm: GraphModule) -> None:
-    """Make calls with the same first operand one call, where what reads their results takes slices."""
+    """Make calls with the same first operand one call."""
     places = {node: place for place, node in enumerate(gm.graph.nodes)}
     for joining, nodes in _groups(gm):
         first = nodes[0]
@@ -84,18 +83,14 @@ def _groups(gm: GraphModule) -> Iterator[tuple[Joining, list[Node]]]:
 
 def _join(joining: Joining, nodes: Sequence[Node]) -> None:
     """Replace the calls by one at the place of the first, and its results."""
-    values = record_as_slices(nodes)
-    if values is None:
-        return
     first, graph = nodes[0], nodes[0].graph
     own = [list(each) for each in zip(*(node.args[1 : 1 + joining.own] for node in nodes), strict=True)]
     with graph.inserting_before(first):
         whole = graph.call_function(joining.together, (first.args[0], *own, *first.args[1 + joining.own :]))
         parts = [graph.call_function(operator.getitem, (whole, place)) for place in range(len(nodes))]
     whole.meta = dict(first.meta)
-    record_value(whole, tuple(values))
-    for node, part, value in zip(nodes, parts, values, strict=True):
+    record_value(whole, tuple(map(recorded_value, nodes)))
+    for node, part in zip(nodes, parts, strict=True):
         part.meta = dict(node.meta)
-        record_value(part, value)
         node.replace_all_uses_with(part)
         graph.erase_node(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from qframework.compat.dispatch import FakeTensor, memory_of
-from qframework.compat.dynamo import record_value, recorded_value
+from qframework.compat.dynamo import recorded_value
 from qframework.compat.graphs import free_unbacked_symbols
 from qframework.compat.operators import OpOverload
 from qframework.graph.autocast import autocast_of, follow_scope, scopes_before
@@ -117,30 +116,3 @@ def _moved(node: Node, value: Tensor) -> bool:
 
 def _memory(value: Any) -> int | None:
     return memory_of(value) if isinstance(value, Tensor) else None
-
-
-def record_as_slices(nodes: Sequence[Node]) -> list[FakeTensor] | None:
-    """The values of nodes as slices, along the last dimension, of one tensor, recorded for what reads them.
-
-    None if that needs copies; then nothing is recorded.
-    """
-    fakes = [fake_value(node) for node in nodes]
-    if not all(isinstance(fake, FakeTensor) for fake in fakes):
-        return None
-    widths: list[int] = [fake.shape[-1] for fake in fakes]  # type: ignore[union-attr]
-    first = fakes[0]
-    assert first is not None
-    whole = first.new_empty((*first.shape[:-1], sum(widths)))
-    before: dict[Node, Any] = {}
-    values: list[Any] = []
-    for node, part in zip(nodes, whole.split(widths, -1), strict=True):
-        moved = follow_strides(node, part)
-        if moved is None:
-            for each, value in before.items():
-                record_value(each, value)
-            return None
-        for each, value in moved.items():
-            before.setdefault(each, recorded_value(each))
-            record_value(each, value)
-        values.append(part)
-    return values

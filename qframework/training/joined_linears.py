@@ -1,13 +1,13 @@
-"""Linears of INT8 training that read the same tensor, such as queries, keys and values, in one product each way.
+"""Linears of INT8 training that read the same tensor, such as queries, keys and values, together.
 
 As linear_function.py computes them, with the weights of all layers below one another, and the gradients of their
 results beside one another::
 
-    [q, k, v] = X [Wq; Wk; Wv]^T + [bq, bk, bv]
     dX = [dq, dk, dv] [Wq; Wk; Wv]                      [dWq; dWk; dWv] = [dq, dk, dv]^T X
 
-Three layers take five operators of ours instead of fifteen. Weights, gradients and sums for biases are quantized and
-summed where they are (quantize_parts.py); results and gradients of weights are slices.
+Weights, gradients and sums for biases are quantized and summed where they are, in one launch (quantize_parts.py);
+gradients of weights are slices. The results have products of their own: as slices of one, they made the attention
+behind them slower than the one product was faster (a BERT-large on an H200).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qframework.compat.dispatch import FakeTensor
-from qframework.kernels.blocks.format import BlockSize, operand_size, transposed_size
+from qframework.kernels.blocks.format import BlockSize, block_shape, operand_size, transposed_size
 from qframework.kernels.blocks.quantize_parts import part_multiple
 from qframework.training.block_tensor import BlockTensor, as_float
 from qframework.training.function import Int8Function
@@ -27,7 +27,7 @@ from qframework.training.linear_function import Output, activation_blocks, input
 
 
 class Int8LinearsFunction(Int8Function):
-    """``x @ weight.T + bias`` for each weight, in blocks; the results are floats. Biases follow the weights."""
+    """``x @ weight.T + bias`` for each weight, in blocks; the results are floats. Biases follow all weights."""
 
     @staticmethod
     def forward(
@@ -37,14 +37,14 @@ class Int8LinearsFunction(Int8Function):
         weights: list[Any] = list(parameters[:count])
         blocks, x_kept = activation_blocks(x, block_size, any(ctx.needs_input_grad[3 : 3 + count]))
         size = operand_size(block_size)
-        *w, turned, turned_scale, _ = torch.ops.qframework.block_quantize_parts(weights, False, False, size)
+        q, scale, turned, turned_scale, _ = torch.ops.qframework.block_quantize_parts(weights, False, False, size)
         ctx.save_for_backward(*(x_kept or (None, None)), turned, turned_scale)
         ctx.block_size, ctx.x_dtype, ctx.in_blocks = block_size, x.dtype, isinstance(x, BlockTensor)
         ctx.weight_dtype, ctx.sizes = weights[0].dtype, [len(weight) for weight in weights]
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in parameters[count:]]
-        bias = _side_by_side(parameters[count:], ctx.sizes)
-        y, _ = torch.ops.qframework.block_linear(*blocks, *w, bias, block_size, dtype)
-        return y.split(ctx.sizes, -1)
+        parts = zip(*_rows(q, scale, ctx.sizes, size), parameters[count:], strict=True)
+        operator = torch.ops.qframework.block_linear
+        return tuple(operator(*blocks, *part, bias, block_size, dtype)[0] for *part, bias in parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -70,12 +70,10 @@ class Int8LinearsFunction(Int8Function):
         return grad_x, None, None, *grad_weights, *grad_biases
 
 
-def _side_by_side(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """One bias for all channels, zero for layers without; None if no layer has one."""
-    like = next((bias for bias in biases if bias is not None), None)
-    if like is None:
-        return None
-    return torch.cat([like.new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True)])
+def _rows(q: Tensor, scale: Tensor, sizes: Sequence[int], block_size: BlockSize) -> tuple[Any, Any]:
+    """The rows of each layer's weight and of its scales."""
+    height, _ = block_shape(block_size)
+    return q.split(sizes), scale.split([size // height for size in sizes])
 
 
 @torch.compiler.allow_in_graph
@@ -105,8 +103,8 @@ def kind_to_join(
 ) -> torch.dtype | None:
     """The dtype of the weight of a layer that can be computed beside others of the same; None for other layers.
 
-    Not one whose result is in blocks, which must be contiguous; nor a weight that FSDP2 spreads; nor one whose rows, or
-    the columns of its gradient, end within a tile.
+    Not one whose result is in blocks, for then its gradient is too and only weights could be shared; nor a weight that
+    FSDP2 spreads; nor one whose rows, or the columns of its gradient, end within a tile.
     """
     plain = isinstance(weight, FakeTensor) and output == "float" and not conv1d and seed is None
     multiple = max(part_multiple(block_size), part_multiple(operand_size(block_size)))

@@ -1,4 +1,4 @@
-"""Linears of a compiled model that read the same tensor are one product each way, with the same results."""
+"""Linears of a compiled model that read the same tensor are computed together, with the same results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_close(got, expected, tolerance):
 
 
 def joined(model, run, *inputs):
-    """The same of the compiled model, and how many products of several layers its graphs have."""
+    """The same of the compiled model, and how often its graphs compute several layers together."""
     kept = []
     y, grads = results(model, torch.compile(run, backend=without_inductor(kept)), *inputs)
     return y, grads, sum(count(gm, linears_in_blocks) for gm in kept)
@@ -103,7 +103,7 @@ def test_frozen_parameters():
     assert_close(grads, expected, 0.02)
 
 
-def test_more_than_three_are_products_of_three():
+def test_more_than_three_are_groups_of_three():
     torch.manual_seed(0)
     layers = nn.ModuleList(Int8Linear(64, 256, output="float") for _ in range(7))
 
@@ -145,8 +145,8 @@ class Other(Attention):
         return q + torch.cat([k, v], -1).repeat(1, 1, q.shape[-1] // (k.shape[-1] * 2))
 
 
-JOINED = {"plain": 1, "another dtype": 1, "another input": 1}
-KINDS = ["in blocks", "stochastic", "weights again", "narrow", "written between", "written", "view", *JOINED]
+JOINED = {"plain": 1, "another dtype": 1, "another input": 1, "written": 1, "view": 1}
+KINDS = ["in blocks", "stochastic", "weights again", "narrow", "written between", *JOINED]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,7 +212,7 @@ def phi():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("build", [bert, llama, vit, phi])
 def test_models_of_transformers(build, dtype):
-    """Two blocks, each with one product of three layers; under autocast too."""
+    """Two blocks, each with three layers together; under autocast too."""
     torch.manual_seed(0)
     model = convert_to_int8_training(build().train(), skip_slower=False)
     x = torch.randn(2, 3, 32, 32) if build is vit else torch.randint(0, 64, (2, 24))
