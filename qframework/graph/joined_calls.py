@@ -58,11 +58,10 @@ def joined_by(together: Callable[..., Any], *, own: int, most: int, kind: Callab
 
 def join_calls(gm: GraphModule) -> None:
     """Make calls with the same first operand one call."""
-    places = {node: place for place, node in enumerate(gm.graph.nodes)}
     for joining, nodes in _groups(gm):
         first = nodes[0]
         own = [each for node in nodes for each in node.args[1 : 1 + joining.own] if isinstance(each, Node)]
-        known = all(places[each] < places[first] for each in own)
+        known = all(each < first for each in own)
         if known and written_between(first, nodes[-1], [first.args[0], *own], own=nodes) is None:  # type: ignore[list-item]
             _join(joining, nodes)
 

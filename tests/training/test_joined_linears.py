@@ -14,7 +14,7 @@ from qframework.kernels.blocks.format import BLOCK_SIZES
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.convert import convert_to_int8_training
 from qframework.training.joined_linears import linears_in_blocks
-from qframework.training.linear import Int8Linear
+from qframework.training.linear import Int8Linear, linear_in_blocks
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -169,6 +169,24 @@ def test_what_stays_alone(kind):
     torch.testing.assert_close(got, y)
     if kind != "stochastic":
         assert_close(grads, expected, 0.02)
+
+
+def test_weights_that_layers_computed():
+    """A joined result that is the weight of others, as in a hypernetwork: these come behind it."""
+    torch.manual_seed(0)
+    model = Attention(256)
+    options = (1, 128), torch.float32, "float", False, None, True, True
+
+    def run(x):
+        q, k = model.query(x), model.key(x)
+        return linear_in_blocks(k, q, None, *options) + linear_in_blocks(k, k, None, *options)
+
+    x = torch.randn(256, 256)
+    y, expected = results(model, run, x)
+    got, grads, products = joined(model, run, x)
+    assert products == 2
+    torch.testing.assert_close(got, y)
+    assert_close(grads, expected, 0.02)
 
 
 def test_inference_quantizes_weights_once():

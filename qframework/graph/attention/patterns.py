@@ -39,6 +39,7 @@ from qframework.graph.attention.same_mask import same_mask
 from qframework.graph.nodes import CASTS, argument, fake_value, is_inactive_dropout, operation, traced_number, users
 from qframework.graph.selections import Selection, keeps_dimension, selection
 from qframework.graph.shapes import same, same_shape
+from qframework.graph.writes import is_written, written_between
 
 Found = TypeVar("Found")
 _PASS_THROUGH = "its weights pass through {}, which the operator does not compute"
@@ -140,22 +141,23 @@ def _before_upcasts(query: Node, key: Node, value: Node, end: Node) -> tuple[Nod
     """
     result, values = fake_value(end), fake_value(value)
     if result is not None and values is not None and values.dtype == result.dtype:
-        q = _cast_from(query, result.dtype)
-        upright, turned = (_cast_from(each, result.dtype) for each in (untransposed(key), key))
+        q, upright, turned = (_cast_from(each, result.dtype, end) for each in (query, untransposed(key), key))
         if q is not None and (upright or turned) is not None:
             return q, upright or turned, upright is None  # type: ignore[return-value]
     return query, key, True
 
 
-def _cast_from(node: Node | None, dtype: torch.dtype) -> Node | None:
-    """What a node casts from ``dtype`` to one that holds all its numbers; None for any other node."""
+def _cast_from(node: Node | None, dtype: torch.dtype, end: Node) -> Node | None:
+    """What a node casts from ``dtype`` to one that holds all its numbers, still the same at ``end``; otherwise None."""
     after = fake_value(node) if node is not None and operation(node) in CASTS else None
     if node is None or after is None:
         return None
     x = argument(node, 0, "input", "self")
     before = fake_value(x)
     holds = torch.promote_types(dtype, after.dtype) == after.dtype
-    return x if holds and before is not None and before.dtype == dtype else None
+    if before is None or before.dtype != dtype or not holds:
+        return None
+    return x if written_between(node, end, [x]) is None and not is_written(node) else None
 
 
 def _tried(find: Callable[[Node], Found], node: Node) -> Found | Refused:
