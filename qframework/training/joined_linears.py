@@ -33,6 +33,7 @@ class Int8LinearsFunction(Int8Function):
     def forward(
         ctx: Any, x: Tensor, block_size: BlockSize, dtype: torch.dtype, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a weight whose result nothing reads gets no gradient, as alone
         count = len(parameters) // 2
         weights: list[Any] = list(parameters[:count])
         blocks, x_kept = activation_blocks(x, block_size, any(ctx.needs_input_grad[3 : 3 + count]))
@@ -47,13 +48,14 @@ class Int8LinearsFunction(Int8Function):
         return tuple(operator(*blocks, *part, bias, block_size, dtype)[0] for *part, bias in parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, x_scale, *weight = ctx.saved_tensors
         count, size = len(ctx.sizes), ctx.block_size
         for_x, for_weights, for_biases = (
             any(ctx.needs_input_grad[start:end]) for start, end in ((0, 1), (3, 3 + count), (3 + count, None))
         )
-        floats = [as_float(grad) for grad in grads]
+        read = [grad is not None for grad in grads]
+        floats = _without_gaps(grads, ctx.sizes)
         *upright, q_t, scale_t, total = torch.ops.qframework.block_quantize_parts(floats, True, for_biases, size)
         grad_x = input_gradient(ctx, tuple(upright), tuple(weight), True, ()) if for_x else None
         grad_weights: Sequence[Tensor | None] = [None] * count
@@ -63,11 +65,18 @@ class Int8LinearsFunction(Int8Function):
                 x, x_scale = torch.ops.qframework.block_transpose(x.q, x.scale, size)
             operands = q_t, scale_t, x, x_scale, None, transposed_size(size)
             whole, _ = torch.ops.qframework.block_linear(*operands, ctx.weight_dtype)
-            grad_weights = whole.split(ctx.sizes)
+            grad_weights = [part if used else None for part, used in zip(whole.split(ctx.sizes), read, strict=True)]
         if for_biases:
-            sums = zip(total.split(ctx.sizes), ctx.bias_dtypes, strict=True)
-            grad_biases = [None if dtype is None else each.to(dtype) for each, dtype in sums]
+            sums = zip(total.split(ctx.sizes), ctx.bias_dtypes, read, strict=True)
+            grad_biases = [each.to(dtype) if used and dtype is not None else None for each, dtype, used in sums]
         return grad_x, None, None, *grad_weights, *grad_biases
+
+
+def _without_gaps(grads: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tensor]:
+    """The gradients of all results as floats; zeros of those that nothing reads, ``sizes`` columns."""
+    like = as_float(next(grad for grad in grads if grad is not None))
+    zeros = ((*like.shape[:-1], size) for size in sizes)
+    return [like.new_zeros(shape) if grad is None else as_float(grad) for grad, shape in zip(grads, zeros, strict=True)]
 
 
 def _rows(q: Tensor, scale: Tensor, sizes: Sequence[int], block_size: BlockSize) -> tuple[Any, Any]:
@@ -104,8 +113,10 @@ def kind_to_join(
     """The dtype of the weight of a layer that can be computed beside others of the same; None for other layers.
 
     Not one whose result is in blocks, for then its gradient is too and only weights could be shared; nor a weight that
-    FSDP2 spreads; nor one whose rows, or the columns of its gradient, end within a tile.
+    FSDP2 spreads; nor one whose rows, or the columns of its gradient, end within a tile; nor one without a gradient,
+    whose result would get one.
     """
+    learns = learns and any(x.requires_grad for x in (x, weight, bias) if isinstance(x, Tensor))
     plain = isinstance(weight, FakeTensor) and output == "float" and not conv1d and seed is None
     multiple = max(part_multiple(block_size), part_multiple(operand_size(block_size)))
     return weight.dtype if plain and learns and keep_weight and weight.shape[0] % multiple == 0 else None

@@ -78,6 +78,24 @@ def test_a_result_is_copied_only_if_a_reader_depends_on_strides(name, device):
     torch.testing.assert_close(torch.compile(embed, backend="qframework", fullgraph=True)(x, weight, bias), expected)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_readers_in_a_scope_of_autocast(inner):
+    """They are run again in it: outside of it a product of two dtypes fails, and the result would be copied."""
+
+    def embed(x, w, b):
+        y = F.conv2d(x, w, b, stride=4)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", enabled=inner):
+                y = y + 1
+            return (tokens(y) @ y.new_ones(6, 3, dtype=torch.bfloat16)).sum(1)
+
+    inputs = [x.float() for x in operands((3, 16, 16), (4, 4), "cpu")]
+    y, capture = captured(embed, *inputs)
+    assert capture.convolutions() == 0
+    assert count(capture.graphs[-1], torch.ops.aten.clone.default) == 0
+    torch.testing.assert_close(y, embed(*inputs), rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize(
     "join",
     [

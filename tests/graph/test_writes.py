@@ -103,6 +103,24 @@ def test_operations_that_only_read_write_nothing(read):
     assert not names_of_written(graph_of(read, X, Y))
 
 
+def in_autocast(x, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        return x.bfloat16() @ y
+
+
+def behind_an_inner_scope(x, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            x = x + 1
+        return x.bfloat16() @ y
+
+
+@pytest.mark.parametrize("read", [in_autocast, behind_an_inner_scope])
+def test_calls_are_run_in_their_scope_of_autocast(read):
+    """Outside of it a product of two dtypes fails, and a call that fails may write anything."""
+    assert not names_of_written(graph_of(read, X, Y))
+
+
 def test_out_is_written_and_its_operands_are_not():
     gm = graph_of(lambda x, y, out: (torch.add(x, y, out=out), out * 2)[1], X, Y, OUT)
     assert names_of_written(gm) == {"l_out_"}

@@ -103,6 +103,32 @@ def test_frozen_parameters():
     assert_close(grads, expected, 0.02)
 
 
+def test_results_that_nothing_reads():
+    """Their weights get no gradient, which an optimizer tells from zeros."""
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(2, 40, 512)
+
+    def run(x):
+        return model.query(x) + model.key(x).detach().repeat(1, 1, 2) + model.value(x).detach().repeat(1, 1, 2)
+
+    _, expected = results(model, run, x)
+    _, grads, products = joined(model, run, x)
+    assert products == 1
+    assert grads.keys() == {"input 0", "query.weight", "query.bias"}
+    assert_close(grads, expected, 0.02)
+
+
+def test_results_without_a_gradient():
+    """A layer whose weight is frozen, of an input without a gradient, is no part of the backward pass."""
+    model, x = Attention(), torch.randn(2, 40, 512)
+    model.query.requires_grad_(False)
+    model.key.requires_grad_(False)
+    kept = []
+    run = torch.compile(lambda x: [layer(x) for layer in model.children()], backend=without_inductor(kept))
+    assert [y.requires_grad for y in run(x)] == [False, False, True]
+    assert [count(gm, linears_in_blocks) for gm in kept] == [0]
+
+
 def test_more_than_three_are_groups_of_three():
     torch.manual_seed(0)
     layers = nn.ModuleList(Int8Linear(64, 256, output="float") for _ in range(7))
