@@ -78,14 +78,14 @@ def test_a_result_is_copied_only_if_a_reader_depends_on_strides(name, device):
     torch.testing.assert_close(torch.compile(embed, backend="qframework", fullgraph=True)(x, weight, bias), expected)
 
 
-@pytest.mark.parametrize("inner", [False, True])
-def test_readers_in_a_scope_of_autocast(inner):
+@pytest.mark.parametrize("enabled", [False, True])
+def test_readers_in_a_scope_of_autocast(enabled):
     """They are run again in it: outside of it a product of two dtypes fails, and the result would be copied."""
 
     def embed(x, w, b):
         y = F.conv2d(x, w, b, stride=4)
         with torch.autocast("cpu", torch.bfloat16):
-            with torch.autocast("cpu", enabled=inner):
+            with torch.autocast("cpu", enabled=enabled):
                 y = y + 1
             return (tokens(y) @ y.new_ones(6, 3, dtype=torch.bfloat16)).sum(1)
 

@@ -105,19 +105,19 @@ def test_operations_that_only_read_write_nothing(read):
 
 def in_autocast(x, y):
     with torch.autocast("cpu", torch.bfloat16):
-        return x.bfloat16() @ y
+        return x.bfloat16().expand(2, 4, 4) @ y.expand(2, 4, 4)
 
 
 def behind_an_inner_scope(x, y):
     with torch.autocast("cpu", torch.bfloat16):
         with torch.autocast("cpu", enabled=False):
             x = x + 1
-        return x.bfloat16() @ y
+        return x.bfloat16().expand(2, 4, 4) @ y.expand(2, 4, 4)
 
 
 @pytest.mark.parametrize("read", [in_autocast, behind_an_inner_scope])
 def test_calls_are_run_in_their_scope_of_autocast(read):
-    """Outside of it a product of two dtypes fails, and a call that fails may write anything."""
+    """Outside of it a batched product of two dtypes fails, and a call that fails may write anything."""
     assert not names_of_written(graph_of(read, X, Y))
 
 
