@@ -59,7 +59,7 @@ def pretrained_layers(examples: int) -> Iterator[Operands]:
     vision = pretrained_models.dinov2()
     images = crops(examples, _SEED, vision.model, pretrained_models.IMAGE_SIZE).images
     yield from captured("DINOv2 ViT-S/14", vision, images)
-    encoded = pretrained_models.tokenized(docstrings(512, _SEED).texts)
+    encoded = pretrained_models.tokenized(docstrings(512, _SEED).texts, pretrained_models.minilm_folder())
     full = encoded["attention_mask"].bool().all(1)  # so that no layer has a mask
     batch = {key: value[full][:examples] for key, value in encoded.items()}
     yield from captured("all-MiniLM-L6-v2", pretrained_models.minilm(), **batch)

@@ -1,6 +1,7 @@
-"""Accuracy of quantized models whose weights someone else trained: DINOv2 ViT-S/14 and all-MiniLM-L6-v2.
+"""Accuracy of quantized models whose weights someone else trained: images, texts and speech.
 
-Packages carry the weights (benchmarks/pretrained_models.py) and the data (benchmarks/pretrained_data.py). Each
+Packages carry the weights (benchmarks/pretrained_models.py, benchmarks/pretrained_speech.py) and the data
+(benchmarks/pretrained_data.py); a synthesizer speaks the sentences for Whisper. Each
 configuration is calibrated with several seeds, which choose crops or docstrings; the evaluated ones are always the same
 and none of them is used for calibration, but crops come from the same 17 photographs. Nothing is timed but the
 preparation: converted graphs run in PyTorch on the CPU, with the same integers as the kernels.
@@ -21,12 +22,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from benchmarks import pretrained_models
+from benchmarks import pretrained_models, pretrained_speech
 from benchmarks.accuracy_cases import MAIN
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import describe_machine
 from benchmarks.pretrained_data import crops, docstrings
-from benchmarks.pretrained_tasks import image_figures, text_figures
+from benchmarks.pretrained_tasks import image_figures, speech_figures, text_figures
 from qframework.conversion.exported import FloatAndConverted, quantize_copy
 from qframework.errors import FileFormatError, QFrameworkError
 from qframework.evaluation.comparison import Configuration
@@ -42,9 +43,12 @@ from qframework.quantizer import (
 )
 
 SCHEMA = 1
-MODELS = ("dinov2", "minilm")
+EVALUATED = {"dinov2": "crops", "minilm": "texts", "splade": "texts", "whisper": "recordings"}
+"""The size that says how much of a model's data is evaluated."""
+MODELS = tuple(EVALUATED)
 EVALUATION_SEED = 1_000_000
 _BATCH = 8
+_RECORDINGS = 4  # in a batch: 30 seconds each
 _STATIC = QuantizationConfig(static_int8())
 _STATIC_ATTENTION = QuantizationConfig(static_int8(), static_attention())
 _DYNAMIC = QuantizationConfig(dynamic_int8())
@@ -172,20 +176,75 @@ def images_subject(
 
 def minilm_subject(evaluated: int, calibration: int) -> Subject:
     """all-MiniLM-L6-v2 on docstrings."""
-    data = docstrings(evaluated, EVALUATION_SEED)
-    kept = set(data.texts)
-
-    def calibration_texts(seed: int) -> list[str]:
-        drawn = docstrings(2 * calibration, seed).texts
-        return [text for text in drawn if text not in kept][:calibration]
-
-    return texts_subject(
-        "minilm",
-        pretrained_models.minilm(),
-        _batched(pretrained_models.tokenized(data.texts)),
-        data.module,
-        lambda seed: _batched(pretrained_models.tokenized(calibration_texts(seed))),
+    return docstrings_subject(
+        "minilm", pretrained_models.minilm(), pretrained_models.minilm_folder(), evaluated, calibration
     )
+
+
+def splade_subject(evaluated: int, calibration: int) -> Subject:
+    """A small SPLADE model on docstrings."""
+    return docstrings_subject(
+        "splade", pretrained_models.splade(), pretrained_models.splade_folder(), evaluated, calibration
+    )
+
+
+def docstrings_subject(name: str, model: nn.Module, tokenizer: Path, evaluated: int, calibration: int) -> Subject:
+    """A model from docstrings to one vector for each; ``tokenizer`` is the folder of its tokenizer."""
+    data = docstrings(evaluated, EVALUATION_SEED)
+
+    def encoded(texts: list[str]) -> list[dict[str, Tensor]]:
+        return _batched(pretrained_models.tokenized(texts, tokenizer))
+
+    def calibration_batches(seed: int) -> list[dict[str, Tensor]]:
+        return encoded(_others(docstrings(2 * calibration, seed).texts, data.texts)[:calibration])
+
+    return texts_subject(name, model, encoded(data.texts), data.module, calibration_batches)
+
+
+def _others(drawn: Sequence[str], evaluated: Sequence[str]) -> list[str]:
+    """The texts drawn for calibration that are not evaluated."""
+    kept = set(evaluated)
+    return [text for text in drawn if text not in kept]
+
+
+def whisper_subject(evaluated: int, calibration: int) -> Subject:
+    """Whisper's encoder on spoken sentences; its decoder, in float32, finds the words in the encoder's states."""
+    model = pretrained_speech.whisper()
+    texts = pretrained_speech.sentences(evaluated, EVALUATION_SEED)
+
+    def calibration_batches(seed: int) -> list[Tensor]:
+        drawn = pretrained_speech.sentences(evaluated + calibration, seed)
+        return list(pretrained_speech.spoken(_others(drawn, texts)[:calibration]).split(_RECORDINGS))
+
+    return speech_subject(
+        "whisper",
+        pretrained_speech.Encoder(model.model.encoder).eval(),
+        pretrained_speech.spoken(texts),
+        [pretrained_speech.words(text) for text in texts],
+        lambda states: pretrained_speech.transcripts(model, states),
+        calibration_batches,
+    )
+
+
+def speech_subject(
+    name: str,
+    encoder: nn.Module,
+    features: Tensor,
+    said: list[list[str]],
+    words_in: Callable[[Tensor], list[list[str]]],
+    calibration: Callable[[int], list[Tensor]],
+) -> Subject:
+    """An encoder from features to states; ``words_in`` finds the words in states, ``said`` are those spoken."""
+    batches = list(features.split(_RECORDINGS))
+    exported = torch.export.export(encoder, (batches[0],), dynamic_shapes=({0: Dim.DYNAMIC},)).module()
+    expected = _outputs(exported, batches)
+    heard = words_in(expected)
+
+    def figures(graph: fx.GraphModule) -> dict[str, float]:
+        states = _outputs(graph, batches)
+        return speech_figures(expected, states, said, heard, heard if graph is exported else words_in(states))
+
+    return Subject(name, exported, calibration, figures, batches[0])
 
 
 def texts_subject(
@@ -213,6 +272,14 @@ def _batched(encoded: dict[str, Tensor], size: int = 2 * _BATCH) -> list[dict[st
 @torch.no_grad()
 def _outputs(graph: nn.Module, batches: Sequence[Any]) -> Tensor:
     return torch.cat([graph(**batch) if isinstance(batch, dict) else graph(batch) for batch in batches])
+
+
+_SUBJECTS = {
+    "dinov2": dinov2_subject,
+    "minilm": minilm_subject,
+    "splade": splade_subject,
+    "whisper": whisper_subject,
+}
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -251,7 +318,7 @@ def _quantized(subject: Subject, configuration: Configuration, batches: list[Any
 def smoke_subjects() -> Iterator[Subject]:
     """Tiny models of both families with random weights, which need no package."""
     import timm
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertForMaskedLM, BertModel
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"img_size": 28, "embed_dim": 48, "depth": 2, "num_heads": 2, "init_values": 1.0}
@@ -267,6 +334,32 @@ def smoke_subjects() -> Iterator[Subject]:
         return _batched({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     yield texts_subject("minilm", encoder, encoded(16, 9), torch.arange(16) // 2, lambda seed: encoded(16, seed))
+    terms = pretrained_models.Terms(BertForMaskedLM(config)).eval()
+    yield texts_subject("splade", terms, encoded(16, 9), torch.arange(16) // 2, lambda seed: encoded(16, seed))
+    yield _smoke_speech()
+
+
+def _smoke_speech() -> Subject:
+    """A tiny encoder on noise, the words of which are the largest channels of a few states."""
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    sizes = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "max_source_positions": 20}
+    config = WhisperConfig(d_model=32, num_mel_bins=8, **sizes)
+    config._attn_implementation = "sdpa"
+
+    def noise(count: int, seed: int) -> Tensor:
+        return torch.randn(count, 8, 40, generator=torch.Generator().manual_seed(seed))
+
+    def words_in(states: Tensor) -> list[list[str]]:
+        return [[str(int(state.argmax())) for state in states_of_one[::5]] for states_of_one in states]
+
+    encoder = pretrained_speech.Encoder(WhisperEncoder(config)).eval()
+    features = noise(8, 9)
+    with torch.no_grad():
+        said = words_in(encoder(features))
+    calibration = lambda seed: list(noise(8, seed).split(_RECORDINGS))  # noqa: E731
+    return speech_subject("whisper", encoder, features, said, words_in, calibration)
 
 
 def check_smoke(rows: Rows) -> None:
@@ -290,13 +383,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5, help="of the calibration data (default: 5)")
     parser.add_argument("--crops", type=int, default=256, help="evaluated crops (default: 256)")
     parser.add_argument("--texts", type=int, default=512, help="evaluated docstrings (default: 512)")
-    parser.add_argument("--calibration", type=int, default=32, help="calibration crops or docstrings (default: 32)")
+    parser.add_argument("--recordings", type=int, default=64, help="evaluated recordings (default: 64)")
+    parser.add_argument("--calibration", type=int, default=32, help="examples to calibrate with (default: 32)")
     names = (*CONFIGURATIONS, *STEPS)
     parser.add_argument("--only", choices=names, action="append", help="measure this configuration; may be repeated")
     parser.add_argument("--threads", type=int, default=1, help="float sums depend on it (default: 1)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    sizes = {name: getattr(arguments, name) for name in ("crops", "texts", "calibration")}
+    sizes = {name: getattr(arguments, name) for name in ("crops", "texts", "recordings", "calibration")}
     if arguments.smoke:
         rows = Rows(arguments.output, True, sizes)
         for subject in smoke_subjects():
@@ -306,8 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rows = Rows(arguments.output, False, sizes)
         for name in arguments.models:
-            make = dinov2_subject if name == "dinov2" else minilm_subject
-            subject = make(arguments.crops if name == "dinov2" else arguments.texts, arguments.calibration)
+            subject = _SUBJECTS[name](sizes[EVALUATED[name]], arguments.calibration)
             for configurations, seeds in (
                 (CONFIGURATIONS, range(1)),
                 (STEPS, range(1)),

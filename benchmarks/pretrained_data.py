@@ -90,7 +90,7 @@ def docstrings(count: int, seed: int) -> Texts:
         QFrameworkError: the standard library's sources hold fewer.
     """
     draw = random.Random(seed)
-    by_module = [found for path in _sources() if len(found := _docstrings_of(path)) >= _FROM_EACH_MODULE]
+    by_module = [found for path in sources() if len(found := docstrings_of(path)) >= _FROM_EACH_MODULE]
     draw.shuffle(by_module)
     pairs = [
         (text, module)
@@ -103,13 +103,13 @@ def docstrings(count: int, seed: int) -> Texts:
     return Texts([text for text, _ in pairs], torch.tensor([module for _, module in pairs]))
 
 
-def _sources() -> Sequence[Path]:
+def sources() -> Sequence[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     return sorted(path for path in folder.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))
 
 
 @cache
-def _docstrings_of(path: Path) -> list[str]:
+def docstrings_of(path: Path) -> list[str]:
     """The docstrings of functions and classes in a source file, each once."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))

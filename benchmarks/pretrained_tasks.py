@@ -5,6 +5,8 @@ Every figure is a function of features alone, so that each is tested without a m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,51 @@ def text_figures(expected: Tensor, actual: Tensor, module: Tensor) -> dict[str, 
         "top_1": 100 * nearest_neighbours(actual, module),
         "spearman": spearman(similarities(expected), similarities(actual)),
     }
+
+
+def speech_figures(
+    expected: Tensor,
+    actual: Tensor,
+    said: Sequence[Sequence[str]],
+    heard: Sequence[Sequence[str]],
+    found: Sequence[Sequence[str]],
+) -> dict[str, float]:
+    """Figures of an encoder's states ``(n, N, C)`` and of the words that a decoder found in them.
+
+    Args:
+        expected: the float model's states.
+        actual: those of the quantized model.
+        said: the words of each recording.
+        heard: what the decoder finds in ``expected``.
+        found: what it finds in ``actual``.
+
+    Returns:
+        ``sqnr_db`` of all states; ``cosine``, the mean of all; ``word_errors``, in percent of the words said;
+        ``changed_words``, the same relative to what was heard with the float model.
+    """
+    cosine = torch.cosine_similarity(expected.double(), actual.double(), dim=-1)
+    return {
+        "sqnr_db": sqnr_db(expected, actual),
+        "cosine": float(cosine.mean()),
+        "word_errors": 100 * word_error_rate(said, found),
+        "changed_words": 100 * word_error_rate(heard, found),
+    }
+
+
+def word_error_rate(said: Sequence[Sequence[str]], found: Sequence[Sequence[str]]) -> float:
+    """Substituted, missing and inserted words of all transcripts as a share of the words said."""
+    wrong = sum(_edits(a, b) for a, b in zip(said, found, strict=True))
+    return wrong / max(1, sum(map(len, said)))
+
+
+def _edits(a: Sequence[str], b: Sequence[str]) -> int:
+    """The Levenshtein distance of two sequences of words."""
+    row = list(range(len(b) + 1))
+    for i, left in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, right in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (left != right))
+    return row[-1]
 
 
 def correspondences(expected: Tensor, actual: Tensor, photograph: Tensor) -> float:

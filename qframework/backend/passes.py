@@ -37,6 +37,7 @@ from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.attention.causal_masks import use_causal_flag
 from qframework.graph.attention.dense_masks import make_masks_dense
 from qframework.graph.attention.expand import expand_multi_head_attention
+from qframework.graph.joined_calls import join_calls
 from qframework.graph.nodes import is_assertion, layer_name, operation
 from qframework.graph.rewrites.einsum_linears import expand_einsum_linears
 from qframework.graph.rewrites.expand_einsum import expand_einsum
@@ -91,6 +92,13 @@ def forget_grad_mode(lowering: Lowering) -> None:
     lowering.gm.recompile()
 
 
+def forget_origins_of_scales(lowering: Lowering) -> None:
+    """Let int8_linear read scales themselves: an inference graph has no backward pass that could refuse."""
+    for node in lowering.gm.graph.find_nodes(op="call_function", target=torch.ops.qframework.scale_of.default):
+        node.replace_all_uses_with(node.args[0])
+        lowering.gm.graph.erase_node(node)
+
+
 def forget_assertions(lowering: Lowering) -> None:
     """Erase what exports assert of dtypes and devices: guards fix these, and no block with an assertion is outlined."""
     for node in filter(is_assertion, list(lowering.gm.graph.nodes)):
@@ -100,8 +108,10 @@ def forget_assertions(lowering: Lowering) -> None:
 # Quantized layers become INT8 operators.
 LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
+    forget_origins_of_scales,
     on_graph(erase_inactive_dropouts),
     on_graph(erase_unread_results),
+    on_graph(join_calls),
     on_graph(write_out_of_place),
     on_graph(read_parts),
     on_graph(expand_multi_head_attention),

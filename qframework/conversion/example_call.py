@@ -89,7 +89,7 @@ def accept_float_calls(
     in_order = not constants and names == call.positional[:count]
 
     def forward_like_float(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if in_order and len(args) == count and not kwargs:
+        if in_order and len(args) == count and not kwargs and not any(each is None for each in args):
             return forward(self, *args)
         values = _values(call, names, constants, args, kwargs)
         if sizes:
@@ -128,13 +128,12 @@ def _values(
     for name in names:
         if name not in given:
             if name not in constants or not call.is_default(name, constants[name]):
-                raise TypeError(
-                    f"forward() of a quantized {call.kind} is missing the argument {name!r}, which the example had. "
-                    "Pass it, or quantize with example_inputs without it"
-                )
+                raise _missing(call, name)
             values.append(constants[name])
             continue
         value = given.pop(name)
+        if value is None and name not in constants:
+            raise _missing(call, name)
         if name in constants and not _is_same(value, constants[name]):
             if value is not None or not call.is_default(name, constants[name]):
                 raise _unlike_example(call, name, f"be {constants[name]!r}", value)
@@ -165,6 +164,13 @@ def _is_same(value: Any, other: Any) -> bool:
     """Equal constants of one type. Tensors are never the same as a constant."""
     return value is other or (
         type(value) is type(other) and isinstance(value, bool | int | float | str) and value == other
+    )
+
+
+def _missing(call: FloatCall, name: str) -> TypeError:
+    return TypeError(
+        f"forward() of a quantized {call.kind} is missing the argument {name!r}, which the example had. Pass it, or "
+        "quantize with example_inputs without it"
     )
 
 

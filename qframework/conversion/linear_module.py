@@ -15,6 +15,7 @@ from qframework.conversion.dequantized_weight import read_only
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE
 from qframework.kernels.runtime.direct import DirectCalls
+from qframework.kernels.runtime.inference_only import scale_of
 from qframework.numerics import ActivationGranularity
 from qframework.quantizer.config import WeightConfig
 from qframework.quantizer.observers import WeightObserver
@@ -27,22 +28,6 @@ _ON_GPU: Operators = QUANTIZE.cuda, DYNAMIC_QUANTIZE.cuda, INT8_LINEAR.cuda
 # Elements of a weight that are quantized at once: float32 copies of whole weights would fragment the memory in which a
 # loaded model grows layer by layer, up to several times its size.
 _AT_ONCE = 2**20
-
-
-class _ScaleOf(torch.autograd.Function):
-    """A static scale that depends on the input for autograd, as a dynamic one does, so that ``int8_linear`` refuses."""
-
-    @staticmethod
-    def forward(scale: Tensor, x: Tensor) -> Tensor:
-        return scale.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("int8_linear has a backward pass of its own, which refuses")
 
 
 class QuantizedLinear(nn.Module):
@@ -101,12 +86,7 @@ class QuantizedLinear(nn.Module):
 
     def _dispatched(self, x: Tensor) -> Tensor:
         """``forward`` by PyTorch's dispatcher, whose backward pass refuses what needs a gradient."""
-        scale = self.input_scale
-        captured = torch.compiler.is_compiling() or torch.jit.is_tracing()  # which take operators alone
-        if scale is not None and not captured and torch.is_grad_enabled() and x.requires_grad:
-            # Of integers autograd knows no origin: the gradient of a residual would pass for that of the sum.
-            scale = _ScaleOf.apply(scale, x)
-        return self._linear(_DISPATCHED, x, self.weight_int8, self.weight_scale, scale, self.bias)
+        return self._linear(_DISPATCHED, x, self.weight_int8, self.weight_scale, self.input_scale, self.bias)
 
     def _eager(self, x: Tensor) -> Tensor:
         """``forward`` on a GPU, where the host's time limits models that are not compiled."""
@@ -146,7 +126,7 @@ class QuantizedLinear(nn.Module):
             q, scale = dynamic_quantize(x, self.activation)
         else:
             q = quantize(x, scale)
-        return int8_linear(q, scale, weight, weight_scale, bias, "none", None, None, result_dtype(x))
+        return int8_linear(q, scale_of(scale, x), weight, weight_scale, bias, "none", None, None, result_dtype(x))
 
     @property
     def weight(self) -> Tensor:

@@ -30,6 +30,7 @@ from qframework.kernels.runtime.checks import (
     rows_of,
 )
 from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.inference_only import scale_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
@@ -293,7 +294,8 @@ def dynamic_quantize(x: Tensor, granularity: ActivationGranularity = "per_token"
     Raises:
         UnsupportedError: an unsupported granularity or dtype, or a GPU below sm_80.
     """
-    return torch.ops.qframework.dynamic_quantize(x, granularity)
+    q, scale = torch.ops.qframework.dynamic_quantize(x, granularity)
+    return q, scale_of(scale, x)
 
 
 def dequantize(

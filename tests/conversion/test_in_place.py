@@ -432,18 +432,6 @@ def test_wrong_arguments(model, config, data, options, message) -> None:
     assert isinstance(error.value, UnsupportedError | CalibrationError | QFrameworkError)
 
 
-@pytest.mark.parametrize(("config", "data"), [(dynamic_int8(), None), (static_int8(), [X])])
-def test_no_gradient_passes_beside_a_frozen_layer(config, data) -> None:
-    """That of the residual alone, 1, looked like a gradient of the sum."""
-    model = quantize_(nn.Sequential(nn.Linear(16, 16)).eval(), config, data).requires_grad_(False)
-    x = X.clone().requires_grad_()
-    with pytest.raises(QFrameworkError, match="int8_linear: inference only"):
-        torch.autograd.grad((x + model(x)).sum(), x)
-    with torch.no_grad():
-        assert not model(x).requires_grad
-    assert not model(X).requires_grad
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize(("config", "data"), [(dynamic_int8(), None), (static_int8(), [X])])
 def test_traces_behind_layers_with_gradients(config, data) -> None:

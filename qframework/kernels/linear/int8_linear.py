@@ -28,7 +28,8 @@ from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.cpu import decompose_int8_linear, decompose_int8_linear_anywhere, int8_linear_cpu
 from qframework.kernels.linear.launch import int8_linear_triton, warm_up_int8_linear
 from qframework.kernels.runtime.activation import Activation
-from qframework.kernels.runtime.operator import declare, refuse_backward, refuse_transforms
+from qframework.kernels.runtime.inference_only import refuse_when_run
+from qframework.kernels.runtime.operator import declare, refuse_transforms
 
 INT8_LINEAR = declare(
     "int8_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, str activation='none', "
@@ -39,7 +40,7 @@ INT8_LINEAR = declare(
     fake=Int8LinearArguments.empty_result,
     warm_up=warm_up_int8_linear,
 )
-refuse_backward("int8_linear")
+refuse_when_run("int8_linear")
 
 
 def int8_linear(
