@@ -302,7 +302,6 @@ _FAMILIES = (
     _timm("plain ViT", "aimv2_large_patch14_224", 64),
     _timm("plain ViT", "vit_pe_core_base_patch16_224", 128),
     _timm("plain ViT", "beit3_base_patch16_224", 128),
-    _timm("plain ViT", "convit_base", 64),
     _timm("windows", "swin_base_patch4_window7_224", 128),
     _timm("windows", "swinv2_base_window8_256", 64),
     _timm("windows", "samvit_base_patch16", 4),
@@ -338,7 +337,6 @@ _FAMILIES = (
     _timm("with convolutions", "vitamin_base_224", 64),
     _timm("with convolutions", "mobilevit_s", 128),
     _timm("with convolutions", "levit_384", 256),
-    _timm("with convolutions", "nextvit_base", 64),
     _timm("with convolutions", "fastvit_sa36", 64),
     _timm("with convolutions", "swiftformer_l3", 128),
     _timm("with convolutions", "efficientvit_b3", 64),
@@ -370,7 +368,10 @@ _FAMILIES = (
         hidden_size=768, num_attention_heads=12, intermediate_size=3072, embedding_size=128,
     ),
     _bert("convbert_base", batch=32, tokens=256, model="ConvBertModel", config="ConvBertConfig"),
-    _bert("nystromformer", batch=16, tokens=512, model="NystromformerModel", config="NystromformerConfig"),
+    _bert(
+        "nystromformer", batch=16, tokens=512, model="NystromformerModel", config="NystromformerConfig",
+        max_position_embeddings=514,
+    ),
     _bert("mpnet_base", batch=32, tokens=256, model="MPNetModel", config="MPNetConfig"),
     _bert(
         "xlnet_base", batch=16, tokens=512, model="XLNetModel", config="XLNetConfig",
