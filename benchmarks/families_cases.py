@@ -474,11 +474,6 @@ _FAMILIES = (
         vocab_size=32000,
     ),
     _llm(
-        "gpt_neo_1.3b_8_layers", batch=2, model="GPTNeoModel", config="GPTNeoConfig",
-        hidden_size=2048, num_layers=8, num_heads=16, attention_types=[[["global", "local"], 4]], window_size=256,
-        vocab_size=32000,
-    ),
-    _llm(
         "granite_2b_8_layers", batch=2, model="GraniteModel", config="GraniteConfig",
         hidden_size=2048, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
         attention_multiplier=0.015625, embedding_multiplier=12.0, residual_multiplier=0.22, vocab_size=32000,
