@@ -66,6 +66,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter  # needs Triton
 
     interpreter.make_faster()
+    interpreter.repair()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

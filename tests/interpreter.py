@@ -1,4 +1,7 @@
-"""Triton's interpreter, made faster where it is slowest; what a kernel computes stays the same to the bit."""
+"""Triton's interpreter, made faster where it is slowest; what a kernel computes stays the same to the bit.
+
+And repaired where masks hold conditions of scalars.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,18 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
-from triton.runtime.interpreter import InterpretedFunction, InterpreterError, ReduceOps
+from triton.runtime.interpreter import (
+    InterpretedFunction,
+    InterpreterBuilder,
+    InterpreterError,
+    ReduceOps,
+    TensorHandle,
+)
 
 REDUCE_OF_TRITON, CALL_OF_TRITON = ReduceOps.generic_reduce, InterpretedFunction.__call__
 CHECK_OF_TRITON, DTYPE_OF_TRITON = TritonSemantic.binary_op_sanitize_overflow_impl, triton_interpreter._get_np_dtype
 TYPE_OF_TRITON, TENSOR_OF_TRITON = tl.block_type.__init__, tl.tensor.__init__
+SPLAT_OF_TRITON = InterpreterBuilder.create_splat
 
 
 def make_faster() -> None:
@@ -23,6 +33,21 @@ def make_faster() -> None:
     triton_interpreter._get_np_dtype = numpy_dtype
     tl.block_type.__init__ = init_block_type
     tl.tensor.__init__ = init_tensor
+
+
+def repair() -> None:
+    """Replace what makes kernels fail that compile."""
+    InterpreterBuilder.create_splat = splat
+
+
+def splat(builder: Any, block: Any, scalar: Any) -> Any:
+    """A block of a scalar, bool for a condition.
+
+    Triton has integers there, as those that the condition compares, and since 3.9 its loads refuse them as a mask.
+    """
+    if scalar.data.dtype == np.bool_:
+        scalar = TensorHandle(scalar.data, tl.int1)
+    return SPLAT_OF_TRITON(builder, block, scalar)
 
 
 def reduce_by_slices(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:

@@ -423,6 +423,11 @@ def _check_tensors(function: str, **operands: object) -> None:
     for name, x in operands.items():
         if not isinstance(x, Tensor):
             raise UnsupportedError(f"{function}: {name} must be a tensor, got {described(x)}")
+        if x.is_nested:
+            raise UnsupportedError(
+                f"{function}: {name} must be a dense tensor, got a nested one. Pad it, or pass its values and offsets "
+                "to sage_attention_varlen"
+            )
 
 
 def _refuse_transforms(function: str, *tensors: Tensor | None) -> None:

@@ -3,7 +3,7 @@
     from qframework.attention.kv_cache import Int8Cache
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="qframework")
-    model.generate(**inputs, past_key_values=Int8Cache(model.config))
+    model.generate(**inputs, cache=Int8Cache(model.config))  # past_key_values= in older versions, such as 5.0
 
 With ``attn_implementation="qframework"`` steps of up to 16 tokens read INT8 keys and values directly. Other
 implementations, and steps of more tokens, get them dequantized. A prompt attends to its own keys and values in floating

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -34,7 +35,7 @@ from qframework.graph.attention.relative_position import decomposed
 from qframework.graph.attention.replace import name_shapes, replace_attention
 from qframework.graph.attention.window_masks import with_window_masks
 from qframework.graph.index_values import Values, index_values
-from qframework.graph.nodes import argument, fake_value, layer_name, needs_gradient, operation
+from qframework.graph.nodes import argument, fake_value, layer_name, needs_gradient, operation, why_not_plain
 from qframework.graph.shapes import traced_size
 from qframework.kernels.attention.auto import Masking, caps_logits, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import resolve, values_dtype
@@ -59,6 +60,8 @@ _FEW_TOKENS = 32  # queries and keys up to which products and a softmax of odd h
 _FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 _FUSED = "PyTorch's fused layer contains it. torch.backends.mha.set_fastpath_enabled(False) separates it"
 
+_NOT_EXPANDED = "its linears and its attention could not be told apart"
+
 
 def lower_attention(lowering: Lowering) -> None:
     """Replace every attention that the operator supports; report on every attention.
@@ -80,16 +83,27 @@ def lower_attention(lowering: Lowering) -> None:
         if node.target is _SAGE:
             done = _describe(argument(node, 7, "variant", default="auto"), _fake_of(argument(node, 0, "query")))
             reports.append(LayerReport(layer_name(node), True, done, "", kind="attention"))
-        elif operation(node) in _FUSED_BY_PYTORCH:
-            name = layer_name(node)
+        elif (whole := _why_whole(node)) is not None:
+            name, (kind, why) = layer_name(node), whole
             wanted = _is_wanted(node, _option_of(option, name, seen[name]))
-            reports.append(LayerReport(name, False, str(operation(node)), _FUSED, wanted, kind="attention"))
+            reports.append(LayerReport(name, False, kind, why, wanted, kind="attention"))
             if lowering.options.linear != "off":
-                reports.append(LayerReport(name, False, str(operation(node)), _FUSED, fallback=True))
+                reports.append(LayerReport(name, False, kind, why, fallback=True))
         elif (report := _lower_one(gm, node, option, seen, values)) is not None:
             reports.append(report)
             seen[report.name] += 1
     lowering.reports = _one_for_each(lowering.reports, reports)
+
+
+def _why_whole(node: Node) -> tuple[str, str] | None:
+    """Of a node that holds linears beside its attention, what it is, and why it was not expanded; None for others."""
+    if operation(node) in _FUSED_BY_PYTORCH:
+        return str(operation(node)), _FUSED
+    if node.target is not F.multi_head_attention_forward:
+        return None
+    reasons = ((x, why_not_plain(fake_value(x))) for x in node.all_input_nodes)
+    why = next((f"{x} {reason}" for x, reason in reasons if reason is not None), _NOT_EXPANDED)
+    return F.multi_head_attention_forward.__name__, why
 
 
 def _one_for_each(static: Sequence[LayerReport], rest: Sequence[LayerReport]) -> list[LayerReport]:

@@ -37,6 +37,7 @@ from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.attention.causal_masks import use_causal_flag
 from qframework.graph.attention.dense_masks import make_masks_dense
 from qframework.graph.attention.expand import expand_multi_head_attention
+from qframework.graph.joined_calls import join_calls
 from qframework.graph.nodes import is_assertion, layer_name, operation
 from qframework.graph.rewrites.einsum_linears import expand_einsum_linears
 from qframework.graph.rewrites.expand_einsum import expand_einsum
@@ -110,6 +111,7 @@ LOWERING: tuple[Pass, ...] = (
     forget_origins_of_scales,
     on_graph(erase_inactive_dropouts),
     on_graph(erase_unread_results),
+    on_graph(join_calls),
     on_graph(write_out_of_place),
     on_graph(read_parts),
     on_graph(expand_multi_head_attention),

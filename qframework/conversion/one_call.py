@@ -36,7 +36,7 @@ from qframework.graph.shapes import same
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
 from qframework.quantizer.quantizer import module_names
 from qframework.quantizer.rules import Config
-from qframework.training.roles import check_not_converted
+from qframework.training.roles import check_not_converted, own_forward
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,29 @@ def _check_float_model(model: nn.Module) -> None:
     if is_compiled(model):
         raise UnsupportedError("quantize: model must not be compiled. Pass the model given to torch.compile")
     check_in_eval_mode(model, "quantize: model")
+    _check_weights_are_there(model)
+    _check_names(model)
+
+
+def _check_weights_are_there(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own_forward(module) and any(tensor.is_meta for tensor in tensors):
+            raise UnsupportedError(
+                f"quantize: model must hold its weights, got one that loads them at each call, in {name!r}, as "
+                "accelerate offloads them. Load it onto one device, without a device_map that offloads"
+            )
+
+
+def _check_names(model: nn.Module) -> None:
+    """The graph could not read what a method hides, nor could the model be saved if the method gave way."""
+    own = {name for name, _ in [*model.named_children(), *model.named_parameters(recurse=False)]}
+    own |= {name for name, _ in model.named_buffers(recurse=False)}
+    if hidden := sorted(own & set(dir(QuantizedModel))):
+        raise UnsupportedError(
+            f"quantize: model must have no submodule, parameter or buffer with the name of a method of QuantizedModel, "
+            f"got {hidden[0]!r}. Rename it, wrap the model in another module, or use quantize_"
+        )
 
 
 def _note_left_in_float(

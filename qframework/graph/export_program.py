@@ -31,7 +31,13 @@ def export_program(
 def example_call(inputs: Any, model: nn.Module, argument: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``as_call`` of an example. Raise UnsupportedError, naming ``argument``, unless it is what ``model`` may take."""
     args, kwargs = as_call(inputs)
-    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(x.is_nested for x in tensors):
+        raise UnsupportedError(
+            f"{argument} must hold dense tensors, got a nested one, whose sizes torch.export cannot name. Pad it with "
+            "torch.nested.to_padded_tensor"
+        )
+    if not tensors:
         raise UnsupportedError(
             f"{argument} must be a tensor, a tuple of inputs or a mapping of keyword inputs, with at least one tensor, "
             f"got {described(inputs)}. Pass a batch as the model takes it"

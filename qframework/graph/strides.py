@@ -13,6 +13,7 @@ from qframework.compat.dispatch import FakeTensor, memory_of
 from qframework.compat.dynamo import recorded_value
 from qframework.compat.graphs import free_unbacked_symbols
 from qframework.compat.operators import OpOverload
+from qframework.graph.autocast import autocast_of, follow_scope, scopes_before
 from qframework.graph.nodes import fake_value, operation
 from qframework.graph.shapes import same_shape
 from qframework.graph.writes import writes_in_place
@@ -27,13 +28,15 @@ def follow_strides(node: Node, value: FakeTensor) -> dict[Node, Any] | None:
     """
     if not _moved(node, value):
         return {}
-    replay, reader = _Replay(node, value), node.next
+    replay, reader, scopes = _Replay(node, value), node.next, scopes_before(node)
     while reader.op != "root":
+        follow_scope(scopes, reader)
         if replay.reaches(reader):
             if _is_opaque(reader):
                 return None
             try:
-                replay.run(reader)
+                with autocast_of(scopes):
+                    replay.run(reader)
             except (RuntimeError, ValueError, TypeError, AssertionError):  # no view, or fake tensors do not support it
                 return None
         reader = reader.next

@@ -30,6 +30,7 @@ from qframework.compat.dispatch import (
 )
 from qframework.compat.dynamo import recorded_value
 from qframework.compat.operators import OpOverload, schema
+from qframework.graph.autocast import autocast_of, scopes_before
 from qframework.graph.nodes import is_inactive_dropout, why_not_plain
 
 _WRITTEN = "qframework_written"  # in a node's meta, so that it goes with the node
@@ -227,7 +228,7 @@ def run_on_fakes(node: Node, mode: TorchDispatchMode) -> dict[int, Node]:
 
     Raises any exception where that is impossible.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), autocast_of(scopes_before(node)):
         body = _scope_body(node)
         inputs = [x for x in node.all_input_nodes if body is None or x is not node.args[body.place]]
         values = {x: pytree.tree_map(_copy, _recorded(x)) for x in inputs}

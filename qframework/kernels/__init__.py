@@ -35,10 +35,10 @@ from qframework.kernels.blocks.quantize import (
     block_dequantize,
     block_quantize,
     block_quantize_both,
-    block_transpose,
-    block_transpose_sum,
 )
+from qframework.kernels.blocks.quantize_parts import block_quantize_parts
 from qframework.kernels.blocks.sum_rows import block_sum_rows
+from qframework.kernels.blocks.transpose_blocks import block_transpose, block_transpose_sum
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.linear.int8_linear import int8_linear
 from qframework.kernels.linear.quantize_weights import quantize_weights
@@ -60,6 +60,7 @@ __all__ = [
     "block_mul",
     "block_quantize",
     "block_quantize_both",
+    "block_quantize_parts",
     "block_rms_norm",
     "block_rms_norm_backward",
     "block_sum_rows",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from qframework.numerics import MAX_INT8_PRODUCTS
 from qframework.training.block_tensor import BlockTensor
 from qframework.training.function import Int8Function
-from qframework.training.linear import Conv1D, result_dtype, share, sum_rows
+from qframework.training.linear import Conv1D, result_dtype, share
+from qframework.training.linear_function import sum_rows
 
 
 @torch.compiler.allow_in_graph

@@ -256,6 +256,11 @@ BAD = {
         r"query must have 3 dimensions .* to 5 .*, got shape \(8, 16\)",
     ),
     "no tensor": ({"key": X.numpy()}, UnsupportedError, "key must be a tensor, got array"),
+    "nested": (
+        {"value": torch.nested.nested_tensor([X[0], X[0]])},
+        UnsupportedError,
+        "value must be a dense tensor, got a nested one. Pad it, or pass its values and offsets",
+    ),
     "NHD rank": (
         {**dict.fromkeys(("query", "key", "value"), torch.zeros(8, 16)), "tensor_layout": "NHD"},
         QFrameworkError,

@@ -278,6 +278,11 @@ class TestLeftInFloat:
             y = torch.compile(torch.vmap(lambda one: model(one[None])[0]), backend=eager_backend(reports))(x)
             torch.testing.assert_close(y, model(x))
         assert not any(r.lowered for r in reports)
+        if name == "attention":  # one node, which holds its linears too
+            assert [(r.kind, r.operator) for r in reports] == [
+                (kind, "multi_head_attention_forward") for kind in ("attention", "linear")
+            ]
+            assert all("belongs to torch.vmap" in r.reason for r in reports)
 
     def test_attention_beside_a_derivative_is_reported(self):
         q, reports = torch.randn(2, 2, 8, 16), []

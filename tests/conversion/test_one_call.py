@@ -354,10 +354,32 @@ def _trained_in_int8():
     return convert_to_int8_training(vit()[0], skip_slower=False).eval()
 
 
+def _offloaded():
+    return pytest.importorskip("accelerate").cpu_offload(MLP().eval(), torch.device("cpu"))
+
+
+def _with_a_layer(name):
+    model = MLP().eval()
+    setattr(model, name, nn.Linear(16, 16))
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
         (_in_training, {}, r"model must be in eval mode"),
+        (_offloaded, {}, r"model must hold its weights, got one that loads them at each call, in 'fc1', as"),
+        (lambda: _with_a_layer("explain"), {}, r"with the name of a method of QuantizedModel, got 'explain'. Rename"),
+        (
+            lambda: _with_a_layer("save"),
+            {},
+            r"with the name of a method of QuantizedModel, got 'save'. Rename it",
+        ),
+        (
+            MLP,
+            {"example_inputs": torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)])},
+            r"example_inputs must hold dense tensors, got a nested one",
+        ),
         (lambda: torch.compile(MLP().eval()), {}, r"model must not be compiled"),
         (
             _trained_in_int8,

@@ -44,6 +44,9 @@ def test_outputs_carry_no_gradient(config, tmp_path, caplog) -> None:
         lowered = torch.compile(model, backend="aot_eager", fullgraph=True)  # the hook ends no graph
         with torch.no_grad():
             torch.testing.assert_close(lowered(x)["sum"], expected)
+        y = lowered(x.clone().requires_grad_())["sum"]
+        assert not y.requires_grad
+        torch.testing.assert_close(y, expected)
 
 
 class Attention(nn.Module):

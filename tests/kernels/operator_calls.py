@@ -95,6 +95,7 @@ CALLS = {
     ),
     "block_quantize": lambda: (torch.randn(40, 64), SIZE, torch.randint(0, 2**31, ())),
     "block_quantize_both": lambda: (torch.randn(40, 64), SIZE),
+    "block_quantize_parts": lambda: ([torch.randn(64, 64), torch.randn(128, 64)], False, True, SIZE),
     "block_dequantize": lambda: (*blocks(), SIZE, torch.float16),
     "block_transpose": lambda: (*blocks(), SIZE),
     "block_transpose_sum": lambda: (*blocks(), SIZE),

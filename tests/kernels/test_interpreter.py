@@ -126,3 +126,23 @@ def test_types_and_tensors_are_those_of_triton(element: Any, shape: Any) -> None
         assert [size.value for size in tensor.shape] == [size.value for size in whole.shape] == [4, 8]
         assert (tensor.handle, tensor.numel.value, tensor.dtype, tensor.type) == ("handle", 32, element, wanted)
     assert len(tl.tensor("handle", element).shape) == 0
+
+
+@triton.jit
+def _first_rows(x_ptr, out_ptr, kept, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    for row in range(4):
+        mask = (row < kept) & (places < SIZE)
+        tl.store(out_ptr + row * SIZE + places, tl.load(x_ptr + row * SIZE + places, mask=mask, other=0.0))
+        tl.store(out_ptr + row * SIZE + places, -1.0, mask=row < kept - 1)
+
+
+def test_conditions_of_scalars_are_masks() -> None:
+    """Alone and with those of a block; what they compare is int32, which Triton 3.9 refuses."""
+    x = torch.rand(4, 8)
+    out = torch.empty_like(x)
+    _first_rows[(1,)](x, out, 2, SIZE=8)
+    assert torch.equal(out, torch.stack([-torch.ones(8), x[1], torch.zeros(8), torch.zeros(8)]))
+    condition = triton_interpreter.TensorHandle(torch.tensor([True]).numpy(), tl.int32)
+    block = triton_interpreter.InterpreterBuilder().create_splat(tl.block_type(tl.int1, [2, 4]), condition)
+    assert (block.data.dtype, block.data.tolist()) == (bool, [[True] * 4] * 2)

@@ -25,16 +25,19 @@ from qframework.training.activation import Int8Activation, gated_activation
 from qframework.training.check_finite import CheckFinite
 from qframework.training.dropout import Int8Dropout
 from qframework.training.function import Int8Function
+from qframework.training.joined_linears import linears_in_blocks
 from qframework.training.linear import Int8Conv1D, Int8Linear
 from qframework.training.linear_baselines import PerTensorLinear, PerTokenConv1D
 from qframework.training.norm import Int8LayerNorm, Int8RMSNorm
 from qframework.training.scale import Int8DropPath, Int8LayerScale
 
+WEIGHTS = [torch.randn(256, 8, requires_grad=True) for _ in range(2)]
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "QuantizeBlocks": quantize_blocks,
     "DequantizeBlocks": lambda x: quantize_blocks(x).dequantize(),
     "Int8Linear": Int8Linear(8, 8, output="float"),
     "Int8Linear ": Int8Conv1D(8, 8),
+    "Int8Linears": lambda x: linears_in_blocks(x, WEIGHTS, [None, None], (1, 128), torch.float32)[0],
     "PerTensorLinear": PerTensorLinear(8, 8),
     "PerTokenLinear": PerTokenConv1D(8, 8),
     "Int8LayerNorm": Int8LayerNorm(8),

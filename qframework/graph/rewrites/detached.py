@@ -1,4 +1,4 @@
-"""Detaches the outputs of a quantized model that runs without compilation, as those of the compiled one are.
+"""Detaches the outputs of a quantized model that another backend compiles, or none, as the backend's are.
 
 Rounding to integers passes no gradient on. Autograd would follow only what goes around it, such as residual sums, and
 give a wrong gradient without a word.
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.compat import pytree
+from qframework.compat.dynamo import is_exporting
 from qframework.compat.graphs import call_on_copies
 from qframework.compat.operators import OpOverload
 
@@ -24,7 +25,7 @@ NO_GRADIENT = "outputs of INT8 layers carry no gradient; call the model under to
 
 
 def detach_outputs(gm: GraphModule) -> None:
-    """Detach what calls of ``gm`` return in eager mode if it quantizes activations; log the first that had a gradient.
+    """Detach what calls of ``gm`` return if it quantizes activations; in eager mode, log the first that had a gradient.
 
     Copies of the model do the same.
     """
@@ -46,7 +47,7 @@ def _add_hook(gm: GraphModule) -> None:
 
 
 def _detached(model: Any, inputs: Any, outputs: Any) -> Any:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
+    if is_exporting() or torch.jit.is_tracing() or not torch.is_grad_enabled():
         return outputs
     return pytree.tree_map_only(Tensor, _detach, outputs)
 
@@ -54,7 +55,8 @@ def _detached(model: Any, inputs: Any, outputs: Any) -> Any:
 def _detach(x: Tensor) -> Tensor:
     if not x.requires_grad:
         return x
-    _tell()
+    if not torch.compiler.is_dynamo_compiling():
+        _tell()
     return x.detach()
 
 

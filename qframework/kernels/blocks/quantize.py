@@ -1,4 +1,4 @@
-"""Conversion of tensors to INT8 blocks and back, and transposition of blocks.
+"""Conversion of tensors to INT8 blocks and back.
 
 Formula (Jetfire eq. 1, range [-127, 127]), for every block of B x B values of ``x`` seen as rows::
 
@@ -7,21 +7,21 @@ Formula (Jetfire eq. 1, range [-127, 127]), for every block of B x B values of `
 or, with a seed, ``q = clamp(floor(block * (1 / scale) + u), -127, 127)`` with u uniform in [0, 1), which is unbiased.
 ``block_quantize_both`` computes the blocks and their transpose in one pass over ``x``, for a gradient that enters two
 products, which both need operands with the inner dimension innermost. The transpose of square blocks has the same
-values and the transposed scales. Other blocks are quantized again, in blocks of ``transposed_size``:
-``block_quantize_both`` quantizes the transpose of ``x``, ``block_transpose`` that of the dequantized blocks.
-``block_transpose_sum`` also sums the rows, for the gradients of a weight and of a bias in one pass over the blocks.
+values and the transposed scales. For other blocks, the transpose of ``x`` is quantized, in blocks of
+``transposed_size``.
 
 Layout: ``x (..., C)``, R = prod(leading) rows; blocks as in format.py. References: ``block_*_ref``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.arithmetic import int8_to_float
 from qframework.kernels.blocks.format import (
     DEFAULT_BLOCK_SIZE,
     BlockSize,
@@ -35,16 +35,13 @@ from qframework.kernels.blocks.format import (
     transposed_size,
 )
 from qframework.kernels.blocks.primitives import (
-    load_scales,
-    load_steps,
     load_tile,
     quantize_tile,
     quantize_tile_stochastic,
     store_tile,
     tile_noise,
-    times_blocks,
 )
-from qframework.kernels.blocks.sum_rows import add_up
+from qframework.kernels.blocks.sum_rows import store_sums
 from qframework.kernels.blocks.tiles import Blocks, check_seed, contiguous, empty_blocks, rows_and_columns
 from qframework.kernels.runtime.checks import check_dtype, check_float_input, rows_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
@@ -54,7 +51,6 @@ from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
 BothBlocks = tuple[Tensor, Tensor, Tensor, Tensor]
-BlocksAndSums = tuple[Tensor, Tensor, Tensor]
 
 
 class BlockQuantizeArguments(NamedTuple):
@@ -81,7 +77,7 @@ class BlockQuantizeBothArguments(BlockQuantizeArguments):
 
     def empty_result(self) -> tuple[Tensor, ...]:
         """Allocate q, its scale, and both of the transpose."""
-        return *super().empty_result(), *_empty_transpose(self.x, self.block_size)
+        return *super().empty_result(), *empty_transpose(self.x, self.block_size)
 
     def check(self, operator: str = "block_quantize_both") -> None:
         """Raise as ``block_quantize`` does."""
@@ -107,35 +103,8 @@ class BlockDequantizeArguments(NamedTuple):
         check_dtype("block_dequantize", "the result", result, FLOAT_DTYPES)
 
 
-class BlockTransposeArguments(NamedTuple):
-    """The arguments of ``qframework::block_transpose``."""
-
-    q: Tensor
-    scale: Tensor
-    block_size: BlockSize
-
-    def empty_result(self) -> Blocks:
-        """Allocate the transpose."""
-        return _empty_transpose(self.q, self.block_size)
-
-    def check(self, operator: str = "block_transpose") -> None:
-        """Raise QFrameworkError for invalid operands."""
-        check_blocks(operator, "q", self.q, self.scale, self.block_size)
-
-
-class BlockTransposeSumArguments(BlockTransposeArguments):
-    """The arguments of ``qframework::block_transpose_sum``."""
-
-    def empty_result(self) -> BlocksAndSums:  # type: ignore[override]
-        """Allocate the transpose and the sums of the rows."""
-        return *super().empty_result(), self.q.new_empty((self.q.shape[-1],), dtype=torch.float32)
-
-    def check(self, operator: str = "block_transpose_sum") -> None:
-        """Raise as ``block_transpose`` does."""
-        super().check(operator)
-
-
-def _empty_transpose(x: Tensor, block_size: BlockSize) -> Blocks:
+def empty_transpose(x: Tensor, block_size: BlockSize) -> Blocks:
+    """Allocate the transpose of ``x`` in blocks."""
     return empty_blocks(x, transposed_size(block_size), (x.shape[-1], row_count(x.shape)))
 
 
@@ -156,21 +125,10 @@ def block_dequantize_ref(args: BlockDequantizeArguments) -> Tensor:
     return dequantize_blocks_ref(*args)
 
 
-def block_transpose_ref(args: BlockTransposeArguments) -> Blocks:
-    """Reference of ``qframework::block_transpose``."""
-    shape = row_count(args.q.shape), args.q.shape[-1]
-    if not is_square(args.block_size):
-        rows = dequantize_blocks_ref(args.q, args.scale, args.block_size).reshape(shape)
-        return quantize_blocks_ref(rows.t(), transposed_size(args.block_size))
-    q, scale = args.q.reshape(shape).t(), args.scale.t()
-    # A copy, because contiguous() of a single row or column returns the operand itself.
+def move_blocks(q: Tensor, scale: Tensor) -> Blocks:
+    """The transpose of square blocks, copied: contiguous() of a single row or column returns the operand itself."""
+    q, scale = q.reshape(rows_and_columns(q)).t(), scale.t()
     return q.clone(memory_format=torch.contiguous_format), scale.clone(memory_format=torch.contiguous_format)
-
-
-def block_transpose_sum_ref(args: BlockTransposeSumArguments) -> BlocksAndSums:
-    """Reference of ``qframework::block_transpose_sum``."""
-    values = dequantize_blocks_ref(*args).reshape(rows_and_columns(args.q))
-    return *block_transpose_ref(args), values.sum(0)
 
 
 def block_quantize_both_ref(args: BlockQuantizeBothArguments) -> BothBlocks:
@@ -178,43 +136,62 @@ def block_quantize_both_ref(args: BlockQuantizeBothArguments) -> BothBlocks:
     noise = _noise_ref(args)
     q, scale = quantize_blocks_ref(args.x, args.block_size, noise)
     if is_square(args.block_size):
-        return q, scale, *block_transpose_ref(BlockTransposeArguments(q, scale, args.block_size))
-    rows = row_count(q.shape), q.shape[-1]
+        return q, scale, *move_blocks(q, scale)
+    rows = rows_and_columns(q)
     noise_t = None if noise is None else noise.reshape(rows).t()
     return q, scale, *quantize_blocks_ref(args.x.reshape(rows).t(), transposed_size(args.block_size), noise_t)
 
 
 @triton.jit
 def _block_quantize_kernel(
-    x_ptr,  # (R, C) float
+    x_ptr,  # (R, C) float, or the first of up to three parts of it
+    second_ptr,
+    third_ptr,
     seed_ptr,  # (1,) int64, read where STOCHASTIC
     q_ptr,  # (R, C) int8
     scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     qt_ptr,  # (C, R) int8, written where BOTH
     scale_t_ptr,  # (ceil(C / BLOCK_T[0]), ceil(R / BLOCK_T[1])) fp32, written where BOTH
+    partial_ptr,  # (ceil(R / rows of a tile of the transpose), C) fp32, written where SUMS
     R,
     C,
     stride_xm,
+    stride_second,
+    stride_third,
+    second_begin,  # the row or column where the second part begins
+    third_begin,
+    PARTS: tl.constexpr,  # how they lie: "one", "rows" below each other, "columns" beside each other
     STOCHASTIC: tl.constexpr,
     BOTH: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Blocks and, if BOTH, their transpose. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile.
+    """Blocks and, if BOTH, their transpose; if SUMS, sums of the columns of its tiles too.
 
-    If BOTH, the tile holds whole blocks of both. If it would be too large for that, see tile_of, TILE_N rows and
-    columns are computed by neighbouring programs: first tiles of blocks, then as many of the transpose, from L2.
+    Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile. If BOTH, the tile holds whole blocks of both.
+    If it would be too large for that, see tile_of, TILE_N rows and columns are computed by neighbouring programs: first
+    tiles of blocks, then as many of the transpose, from L2.
     """
     wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
-    if BOTH and TURNED[0] > TILE_M:
-        TILES: tl.constexpr = TILE_N // TILE_M
-        tile = tl.program_id(0) % (2 * TILES)
+    APART: tl.constexpr = BOTH and TURNED[0] > TILE_M  # blocks and transpose are computed by different programs
+    TILES: tl.constexpr = TILE_N // TILE_M
+    if APART:
         row = tl.program_id(0) // (2 * TILES) * TILE_N
+    if PARTS != "one":
+        place = row if PARTS == "rows" else column
+        second, third = place >= second_begin, place >= third_begin
+        x_ptr = _choose(second, third, x_ptr, second_ptr, third_ptr)
+        stride_xm = _choose(second, third, stride_xm, stride_second, stride_third)
+        begin = _choose(second, third, 0, second_begin, third_begin).to(tl.int64)
+        x_ptr -= begin * (stride_xm if PARTS == "rows" else 1)  # as if its part were the whole
+    if APART:
+        tile = tl.program_id(0) % (2 * TILES)
         if tile < TILES:
             place = row + tile * TILE_M
             given, noise = _load(x_ptr, seed_ptr, place, column, R, C, stride_xm, STOCHASTIC, TILE_M, TILE_N)
@@ -223,16 +200,26 @@ def _block_quantize_kernel(
         else:
             beside = column + (tile - TILES) * TILE_M
             x, noise_t = _load(x_ptr, seed_ptr, row, beside, R, C, stride_xm, STOCHASTIC, TILE_N, TILE_M)
+            if SUMS:
+                store_sums(partial_ptr, x, row // TILE_N, beside, C)
             q, scale_t = _quantize(x, noise_t, STOCHASTIC, TURNED)
             store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale_t), beside, row, C, R, BLOCK_T)
     else:
         x, noise = _load(x_ptr, seed_ptr, row, column, R, C, stride_xm, STOCHASTIC, TILE_M, TILE_N)
+        if SUMS:
+            store_sums(partial_ptr, x, row // TILE_M, column, C)
         q, scale = _quantize(x, noise, STOCHASTIC, BLOCK)
         store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK)
         if BOTH:
             if BLOCK[0] != BLOCK[1]:
                 q, scale = _quantize(x, noise, STOCHASTIC, TURNED)
             store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
+
+
+@triton.jit
+def _choose(second, third, x, of_second, of_third):
+    """What belongs to the part that a tile lies in; ``second`` is also true in the third."""
+    return tl.where(third, of_third, tl.where(second, of_second, x))
 
 
 @triton.jit
@@ -288,42 +275,6 @@ def _block_dequantize_kernel(
     tl.store(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], x.to(x_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _block_transpose_kernel(
-    q_ptr,  # (R, C) int8
-    scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
-    qt_ptr,  # (C, R) int8
-    scale_t_ptr,  # (ceil(C / BLOCK_T[0]), ceil(R / BLOCK_T[1])) fp32
-    partial_ptr,  # (ceil(R / TILE_M), C) fp32, written where SUMS
-    R,
-    C,
-    SUMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
-):
-    """Transposed values and scales; if SUMS, sums of the tile's columns too.
-
-    Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile.
-    """
-    wait_for_previous_kernel(OVERLAP)
-    row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
-    q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, False)
-    scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    if SUMS or BLOCK[0] != BLOCK[1]:
-        WITHIN: tl.constexpr = (BLOCK[0], BLOCK[1] if BLOCK[1] <= TILE_N else TILE_N)  # part of a block in the tile
-        x = times_blocks(int8_to_float(q), scale, WITHIN)
-        if SUMS:
-            c = column + tl.arange(0, TILE_N)
-            tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(x, 0), mask=c < C)
-        if BLOCK[0] != BLOCK[1]:
-            TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
-            q, scale = quantize_tile(x, TURNED)
-    store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
-
-
 def tile_of(
     shape: tuple[int, int], block_size: BlockSize, transposed: bool = False, upright: bool = True
 ) -> tuple[tuple[int, int], dict[str, Any]]:
@@ -353,16 +304,37 @@ def block_quantize_triton(args: BlockQuantizeArguments) -> tuple[Tensor, ...]:
     results, both = args.empty_result(), isinstance(args, BlockQuantizeBothArguments)
     if args.x.numel() == 0:
         return results
-    rows = rows_of(args.x)
     grid, constants = tile_of(sizes, args.block_size, transposed=both)
     constants.setdefault("BLOCK_T", constants["BLOCK"])
-    if args.seed is not None:
+    launch_quantize([args.x], sizes, "one", args.seed, results, None, grid, constants)
+    return results
+
+
+def launch_quantize(
+    parts: Sequence[Tensor],
+    sizes: tuple[int, int],
+    lie: Literal["one", "rows", "columns"],
+    seed: Tensor | None,
+    results: tuple[Tensor, ...],
+    partial: Tensor | None,
+    grid: tuple[int, int],
+    constants: dict[str, Any],
+) -> None:
+    """Launch the kernel for ``results``, two or four, on one to three parts of a tensor of ``sizes``."""
+    rows = [rows_of(part) for part in parts]
+    ends = list(itertools.accumulate(each.shape[1 if lie == "columns" else 0] for each in rows))
+    rows, ends = rows + [rows[-1]] * (3 - len(rows)), ends + [ends[-1]] * (2 - len(ends))
+    both = len(results) == 4
+    if seed is not None:
         constants["num_warps"] *= 2  # the noise needs registers
     # Any tensor serves as a pointer that the kernel does not use.
-    operands = (rows, rows if args.seed is None else args.seed, *results, *(() if both else results))
-    flags = {"STOCHASTIC": args.seed is not None, "BOTH": both}
-    launch(_block_quantize_kernel, grid)(*operands, *sizes, rows.stride(0), **flags, **constants)
-    return results
+    unused = results[1]
+    operands = (*rows, unused if seed is None else seed, *results, *(() if both else results))
+    numbers = (*sizes, *(each.stride(0) for each in rows), *ends[:2])
+    flags = {"PARTS": lie, "STOCHASTIC": seed is not None, "BOTH": both, "SUMS": partial is not None}
+    launch(_block_quantize_kernel, grid)(
+        *operands, unused if partial is None else partial, *numbers, **flags, **constants
+    )
 
 
 def block_dequantize_triton(args: BlockDequantizeArguments) -> Tensor:
@@ -373,20 +345,6 @@ def block_dequantize_triton(args: BlockDequantizeArguments) -> Tensor:
         grid, constants = tile_of(sizes, args.block_size)
         launch(_block_dequantize_kernel, grid)(args.q, args.scale, x, *sizes, **constants)
     return x
-
-
-def block_transpose_triton(args: BlockTransposeArguments) -> tuple[Tensor, ...]:
-    """``block_transpose`` and ``block_transpose_sum`` on a GPU."""
-    result, sizes = args.empty_result(), rows_and_columns(args.q)
-    sums = isinstance(args, BlockTransposeSumArguments)
-    if args.q.numel() == 0:
-        return tuple(each.zero_() for each in result)
-    args = contiguous(args)
-    grid, constants = tile_of(sizes, args.block_size, transposed=True, upright=False)
-    # Any tensor serves as a pointer that the kernel does not use.
-    partial = args.scale.new_empty((grid[0], sizes[1])) if sums else args.scale
-    launch(_block_transpose_kernel, grid)(args.q, args.scale, *result[:2], partial, *sizes, SUMS=sums, **constants)
-    return (*result[:2], *add_up(partial)) if sums else result
 
 
 BLOCK_QUANTIZE = declare(
@@ -409,20 +367,6 @@ BLOCK_DEQUANTIZE = declare(
     cpu=block_dequantize_ref,
     cuda=block_dequantize_triton,
     fake=BlockDequantizeArguments.empty_result,
-)
-BLOCK_TRANSPOSE = declare(
-    "block_transpose(Tensor q, Tensor scale, int[2] block_size) -> (Tensor, Tensor)",
-    BlockTransposeArguments,
-    cpu=block_transpose_ref,
-    cuda=block_transpose_triton,
-    fake=BlockTransposeArguments.empty_result,
-)
-BLOCK_TRANSPOSE_SUM = declare(
-    "block_transpose_sum(Tensor q, Tensor scale, int[2] block_size) -> (Tensor, Tensor, Tensor)",
-    BlockTransposeSumArguments,
-    cpu=block_transpose_sum_ref,
-    cuda=block_transpose_triton,
-    fake=BlockTransposeSumArguments.empty_result,
 )
 
 
@@ -464,21 +408,3 @@ def block_dequantize(
 ) -> Tensor:
     """``q * scale`` of each block in float32, rounded once to ``dtype`` (fp32, fp16 or bf16); contiguous like ``q``."""
     return torch.ops.qframework.block_dequantize(q, scale, block_size, dtype)
-
-
-def block_transpose(q: Tensor, scale: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> Blocks:
-    """The transpose ``(C, R)`` int8, contiguous, of ``q (..., C)``, and its scale.
-
-    Square blocks keep their values. Others are quantized again, in blocks of 32 rows, with an error of half a step.
-    """
-    return torch.ops.qframework.block_transpose(q, scale, block_size)
-
-
-def block_transpose_sum(
-    q: Tensor, scale: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``block_transpose``, and the sum over all rows as :func:`block_sum_rows` computes it, in one pass.
-
-    The sum ``(C,)`` is fp32 and always added in the same order, another one than that of ``block_sum_rows``.
-    """
-    return torch.ops.qframework.block_transpose_sum(q, scale, block_size)

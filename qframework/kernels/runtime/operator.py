@@ -51,6 +51,8 @@ class OperatorLibrary(torch.library.Library):
         packet, _, overload = name.partition(".")
         for kind in ("CPU", "CUDA"):
             self.impl(name, _without_autocast(packet, overload or "default", kind.lower()), f"Autocast{kind}")
+        for key in ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA"):
+            self.impl(name, _refuses_nested(packet), key)
         return defined
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **kwargs: Any) -> Any:
@@ -58,6 +60,16 @@ class OperatorLibrary(torch.library.Library):
         if dispatch_key in ("CPU", "CompositeExplicitAutograd"):
             fn = _without_tangents(str(op_name), fn)
         return super().impl(op_name, fn, dispatch_key, **kwargs)
+
+
+def _refuses_nested(operator: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{operator}: tensors must be dense, got a nested one. Pad it with torch.nested.to_padded_tensor, or pass "
+            "its values()"
+        )
+
+    return run
 
 
 def _without_tangents(operator: str, implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,9 +26,8 @@ from qframework.kernels.blocks.quantize import (
     BLOCK_DEQUANTIZE,
     BLOCK_QUANTIZE,
     BLOCK_QUANTIZE_BOTH,
-    BLOCK_TRANSPOSE,
-    BLOCK_TRANSPOSE_SUM,
 )
+from qframework.kernels.blocks.transpose_blocks import BLOCK_TRANSPOSE, BLOCK_TRANSPOSE_SUM
 from qframework.kernels.quantize import dynamic_quantize
 from qframework.numerics import MIN_SCALE
 

@@ -8,6 +8,7 @@ from operator_calls import CALLS, effects
 from torch import Tensor
 
 import qframework.training  # noqa: F401  defines operators too
+from qframework.errors import UnsupportedError
 from qframework.kernels.runtime.operator import LIBRARY
 
 
@@ -49,3 +50,11 @@ def test_compiled_whole_under_autocast():
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         expected = model(x, w)
         torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x, w), expected)
+
+
+@pytest.mark.parametrize(("layout", "inference"), [(torch.strided, 0), (torch.strided, 1), (torch.jagged, 0)])
+def test_nested_tensors_are_refused(layout, inference):
+    with torch.inference_mode(bool(inference)):
+        nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=layout)
+        with pytest.raises(UnsupportedError, match="dynamic_quantize: tensors must be dense, got a nested one"):
+            torch.ops.qframework.dynamic_quantize(nested, "per_token")
