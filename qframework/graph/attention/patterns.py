@@ -32,10 +32,11 @@ from qframework.graph.attention.call import (
     keeps_numbers,
     product_operands,
     shape_of,
+    untransposed,
 )
 from qframework.graph.attention.logits import Logits, constant_number, unscaled
 from qframework.graph.attention.same_mask import same_mask
-from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation, traced_number, users
+from qframework.graph.nodes import CASTS, argument, fake_value, is_inactive_dropout, operation, traced_number, users
 from qframework.graph.selections import Selection, keeps_dimension, selection
 from qframework.graph.shapes import same, same_shape
 
@@ -121,13 +122,40 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
         _require_private(node, own)
     query, key = unscaled(logits.a), unscaled(logits.b)
     value = argument(end, 1, "other", "mat2")
+    q, k, transposed = _before_upcasts(query.x, key.x, value, end) if not logits.row_factors else (query.x, key.x, True)
     return AttentionCall(
-        end, query.x, key.x, value, logits.shape, shape_of(weights[-1]), key_is_transposed=True,
+        end, q, k, value, logits.shape, shape_of(weights[-1]), key_is_transposed=transposed,
         enable_gqa=share_one_head(query.x, key.x, value), summands=summands, row_factors=logits.row_factors,
         scale=logits.factor * query.factor * key.factor, between=[*logits.nodes, *weights, end],
         sinks=logits.sinks, softcap=logits.softcap,
         first=min((*query.steps, *key.steps, logits.nodes[0])), scaling=[*query.steps, *key.steps],
     )  # fmt: skip
+
+
+def _before_upcasts(query: Node, key: Node, value: Node, end: Node) -> tuple[Node, Node, bool]:
+    """Queries, transposed keys and True; or those that a model casts to float32 for its logits, as GPT-J does.
+
+    Kernels compute logits of 16-bit operands in float32 as well, and would quantize operands in float32. False if the
+    keys were cast before they were transposed. Values and result must have the dtype of the operands.
+    """
+    result, values = fake_value(end), fake_value(value)
+    if result is not None and values is not None and values.dtype == result.dtype:
+        q = _cast_from(query, result.dtype)
+        upright, turned = (_cast_from(each, result.dtype) for each in (untransposed(key), key))
+        if q is not None and (upright or turned) is not None:
+            return q, upright or turned, upright is None  # type: ignore[return-value]
+    return query, key, True
+
+
+def _cast_from(node: Node | None, dtype: torch.dtype) -> Node | None:
+    """What a node casts from ``dtype`` to one that holds all its numbers; None for any other node."""
+    after = fake_value(node) if node is not None and operation(node) in CASTS else None
+    if node is None or after is None:
+        return None
+    x = argument(node, 0, "input", "self")
+    before = fake_value(x)
+    holds = torch.promote_types(dtype, after.dtype) == after.dtype
+    return x if holds and before is not None and before.dtype == dtype else None
 
 
 def _tried(find: Callable[[Node], Found], node: Node) -> Found | Refused:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat.dynamo import recorded_value
-from qframework.graph.attention.call import AttentionCall, Refused, Summand, shape_of
+from qframework.graph.attention.call import AttentionCall, Refused, Summand, shape_of, untransposed
 from qframework.graph.attention.relative_position import RelativePositions, decomposed, is_height, is_width
 from qframework.graph.nodes import VIEWS, add_call, fake_value, operation
 from qframework.graph.shapes import same, same_shape, splits_first, traced_size
@@ -321,15 +321,6 @@ class AttentionWriter:
         if same_shape(summand.shape, self._fine) or len(shape) < len(summand.shape):
             return node
         return self.add(aten.unsqueeze.default, node, 0) if same(shape[0], 1) else self._split_first(node)
-
-
-def untransposed(node: Node) -> Node | None:
-    """``x`` of ``x.transpose(-2, -1)``; None for any other node."""
-    if operation(node) != "transpose" or len(node.args) != 3:
-        return None
-    x, *dims = node.args
-    ndim = len(shape_of(x))
-    return x if {dim % ndim for dim in dims} == {ndim - 1, ndim - 2} else None  # type: ignore[return-value, operator]
 
 
 def cannot_be_viewed(old: Node, new: Node) -> bool:

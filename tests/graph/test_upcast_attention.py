@@ -1,0 +1,86 @@
+"""Attention whose queries and keys are cast to float32 for the logits, as in GPT-J and GPT-Neo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_models import compiled
+
+from qframework.numerics import sqnr_db
+
+EXACT = "unquantized"
+
+
+def heads(dtype):
+    torch.manual_seed(0)
+    return [torch.randn(2, 3, 40, 16).to(dtype) for _ in range(3)]
+
+
+def attend(q, k, v):
+    return (q.float() @ k.to(torch.float32).transpose(-1, -2) / 4).softmax(-1).to(v.dtype) @ v
+
+
+FORMS = {
+    "cast before it is transposed": attend,
+    "cast behind": lambda q, k, v: (q.float() @ k.mT.float() / 4).softmax(-1).to(v.dtype) @ v,
+    "scaled behind the cast": lambda q, k, v: (
+        ((q.float() * 0.25) @ k.float().transpose(2, 3)).softmax(-1).to(v.dtype) @ v
+    ),
+    "the result in float32, cast": lambda q, k, v: ((q.float() @ k.float().mT / 4).softmax(-1) @ v.float()).to(v.dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_get_what_was_cast(form, dtype):
+    """Kernels compute logits in float32; they would quantize operands in float32 where they leave 16 bits as they are.
+
+    Where values are cast too, the model computes P V in float32: this stays.
+    """
+    q, k, v = heads(dtype)
+    y, capture = compiled(FORMS[form], q, k, v, attention=EXACT)
+    (call,) = capture.calls
+    wanted = dtype if "result" not in form else torch.float32
+    assert [call[name].meta["example_value"].dtype for name in ("query", "key", "value")] == [wanted] * 3
+    assert call["scale"] == 0.25
+    assert y.dtype == dtype
+    assert sqnr_db(attend(*(x.double() for x in (q, k, v))), y.double()) > (55 if dtype is torch.float16 else 40)
+
+
+def test_other_dtypes_stay():
+    """bfloat16 keys beside FP16 queries, FP32 values: all are computed in float32."""
+    q, k, v = heads(torch.float16)
+    for operands in ((q, k.bfloat16(), v), (q, k, v.float()), (q.float(), k, v)):
+        y, capture = compiled(attend, *operands, attention=EXACT)
+        (call,) = capture.calls
+        dtypes = {call[name].meta["example_value"].dtype for name in ("query", "key", "value")}
+        assert dtypes == {torch.float32}
+        assert sqnr_db(attend(*(x.double() for x in operands)), y.double()) > 55
+
+
+@pytest.mark.parametrize("architecture", ["gptj", "gpt_neo"])
+def test_models(architecture):
+    import transformers
+
+    if architecture == "gptj":
+        sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "rotary_dim": 16, "vocab_size": 99, "n_positions": 64}
+        config = transformers.GPTJConfig(**sizes, bos_token_id=None, eos_token_id=None)
+        model = transformers.GPTJModel._from_config(config, attn_implementation="eager")
+    else:
+        sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 99, "window_size": 16}
+        config = transformers.GPTNeoConfig(
+            **sizes, attention_types=[[["global", "local"], 1]], max_position_embeddings=64
+        )
+        model = transformers.GPTNeoModel(config)
+    model = model.eval().half()
+    tokens = torch.randint(0, 99, (2, 40))
+
+    def run(tokens):
+        return model(tokens, use_cache=False).last_hidden_state
+
+    with torch.no_grad():
+        wanted = run(tokens)
+    y, capture = compiled(run, tokens, attention=EXACT)
+    assert capture.calls
+    assert {call["query"].meta["example_value"].dtype for call in capture.calls} == {torch.float16}
+    assert sqnr_db(wanted.double(), y.double()) > 50
