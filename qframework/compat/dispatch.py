@@ -47,6 +47,10 @@ with explained():
     _ = forward_ad._current_level, eager_transforms.JVP_NESTING  # checked here instead of at every call
 
 
+# What AOTAutograd captures inside of a level of forward-mode AD computes no tangents there before PyTorch 2.12.
+LOSES_TANGENTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
+
 def forward_level() -> int:
     """How many levels of forward-mode derivatives are open, minus one."""
     return forward_ad._current_level
@@ -155,6 +159,7 @@ def static_layout(x: Tensor) -> tuple[Any, ...] | None:
 __all__ = [
     "AUTOCAST_SCOPES",
     "AUTOGRAD_KEYS",
+    "LOSES_TANGENTS",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",

@@ -469,7 +469,7 @@ _RULES: dict[str, _Rule] = {
         ("to", "bool", "int", "long", "float", "half", "bfloat16", "type_as", "type", "clone", "contiguous", "detach",
          "alias", "expand", "expand_as", "broadcast_to", "lift_fresh_copy"), _same_elements,
     ),
-    **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"), _reshaped),
+    **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "atleast_2d"), _reshaped),
     **dict.fromkeys(("transpose", "permute", "t"), _permuted),
     **dict.fromkeys(("getitem", "index"), _indexed),
     **dict.fromkeys(("slice", "select"), _slice),

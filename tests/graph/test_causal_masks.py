@@ -252,7 +252,7 @@ def unknown_number(program: torch.nn.Module) -> bool:
 @transformers_missing
 @pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("dialect", ["functional", "aten"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "qframework"])
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])
 def test_prompts_of_transformers(family: str, implementation: str, dialect: str) -> None:
     import transformers

@@ -89,6 +89,7 @@ CAUSAL_MASKS = {
     "compared": lambda n: torch.arange(n)[None, :] <= torch.arange(n)[:, None],
     "reshaped": lambda n: torch.arange(n).view(-1, 1).ge(torch.arange(0, n, 1)),
     "below": lambda n: torch.arange(n)[None, :] < torch.arange(1, n + 1)[:, None],
+    "at least a matrix": lambda n: torch.atleast_2d(torch.arange(n)) <= torch.atleast_2d(torch.arange(n)[:, None]),
     "triangle": lambda n: torch.ones(n, n, dtype=torch.bool).tril(),
     "inverted": lambda n: ~torch.ones(n, n).triu(diagonal=1).bool(),
     "float": lambda n: torch.ones(n, n).tril() == 1,

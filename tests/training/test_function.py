@@ -241,8 +241,6 @@ def test_raw_operators_refuse_forward_mode(name: str) -> None:
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_function_given_a_tangent_refuses_it(backend: str, warm: bool, fresh_dynamo: None) -> None:
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) and backend == "aot_eager" and not warm:
-        pytest.skip("AOTAutograd of PyTorch 2.11 loses the tangent before the operator could refuse it")
     compiled = torch.compile(lambda x: sage_attention(x, x, x, variant="sage_b"), backend=backend)
     x = torch.randn(1, 1, 4, 6)
     if warm:

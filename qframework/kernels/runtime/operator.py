@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qframework.compat.dispatch import (
+    LOSES_TANGENTS,
     DispatchKey,
     forward_level,
     functorch_transforms_active,
@@ -98,6 +99,23 @@ def refuse_tangents(operator: str, arguments: tuple[Any, ...]) -> None:
             f"{operator}: the call must be a plain one or under reverse-mode autograd, got "
             f"{'torch.func.jvp' if jvp else 'a forward-mode derivative'}"
         )
+
+
+def _outside_dual_levels(operator: str, fake: Callable[P, R]) -> Callable[P, R]:
+    """``fake``, which captures no graph inside of a level of forward-mode AD where that graph would lose tangents."""
+    if not LOSES_TANGENTS:
+        return fake
+
+    @functools.wraps(fake)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if forward_level() >= 0:
+            raise UnsupportedError(
+                f"{operator}: the call must be a plain one or under reverse-mode autograd, got a forward-mode "
+                "derivative, or a compilation inside of one. Call the compiled function once before"
+            )
+        return fake(*args, **kwargs)
+
+    return run
 
 
 def _without_autocast(packet: str, overload: str, device: str) -> Callable[..., Any]:
@@ -196,7 +214,9 @@ def declare(
         LIBRARY.impl(name, operator.implementations[key], key)
     if operator.replayed is not None:
         LIBRARY.impl(name, on_its_device(name, operator.replayed), "CUDA")
-    torch.library.register_fake(f"qframework::{name}", operator.implementations["Meta"], lib=LIBRARY)
+    torch.library.register_fake(
+        f"qframework::{name}", _outside_dual_levels(name, operator.implementations["Meta"]), lib=LIBRARY
+    )
     return operator
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import qframework.training  # noqa: F401  defines operators too
 from qframework.errors import UnsupportedError
+from qframework.kernels.runtime import operator as operator_module
 from qframework.kernels.runtime.operator import LIBRARY
 
 
@@ -58,3 +59,15 @@ def test_nested_tensors_are_refused(layout, inference):
         nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=layout)
         with pytest.raises(UnsupportedError, match="dynamic_quantize: tensors must be dense, got a nested one"):
             torch.ops.qframework.dynamic_quantize(nested, "per_token")
+
+
+def test_no_graph_is_captured_inside_of_a_dual_level_that_would_lose_tangents(monkeypatch):
+    """As AOTAutograd before PyTorch 2.12 would."""
+    monkeypatch.setattr(operator_module, "LOSES_TANGENTS", True)
+    fake = operator_module._outside_dual_levels("scale", lambda x: x)
+    assert fake(1) == 1
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(UnsupportedError, match=r"scale: the call must be .*, or a compilation inside of one\. Call the"),
+    ):
+        fake(1)
