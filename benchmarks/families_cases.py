@@ -299,6 +299,9 @@ _FAMILIES = (
     _timm("plain ViT", "crossvit_base_240", 64),
     _timm("plain ViT", "vit_base_patch16_rope_reg1_gap_256", 128),
     _timm("plain ViT", "tnt_b_patch16_224", 64),
+    _timm("plain ViT", "aimv2_large_patch14_224", 64),
+    _timm("plain ViT", "vit_pe_core_base_patch16_224", 128),
+    _timm("plain ViT", "beit3_base_patch16_224", 128),
     _timm("windows", "swin_base_patch4_window7_224", 128),
     _timm("windows", "swinv2_base_window8_256", 64),
     _timm("windows", "samvit_base_patch16", 4),
@@ -333,8 +336,12 @@ _FAMILIES = (
     _timm("with convolutions", "efficientformerv2_l", 128),
     _timm("with convolutions", "vitamin_base_224", 64),
     _timm("with convolutions", "mobilevit_s", 128),
+    _timm("with convolutions", "levit_384", 256),
+    _timm("with convolutions", "fastvit_sa36", 64),
+    _timm("with convolutions", "swiftformer_l3", 128),
     _timm("with convolutions", "efficientvit_b3", 64),
     _timm("without attention", "focalnet_base_lrf", 64),
+    _timm("without attention", "poolformerv2_m36", 64),
     _timm("without attention", "mixer_b16_224", 128),
     _timm("without attention", "resmlp_24_224", 128),
     _timm("without attention", "gmlp_s16_224", 128),
@@ -359,6 +366,11 @@ _FAMILIES = (
     _bert(
         "albert_base", batch=32, tokens=256, model="AlbertModel", config="AlbertConfig",
         hidden_size=768, num_attention_heads=12, intermediate_size=3072, embedding_size=128,
+    ),
+    _bert("convbert_base", batch=32, tokens=256, model="ConvBertModel", config="ConvBertConfig"),
+    _bert(
+        "nystromformer", batch=16, tokens=512, model="NystromformerModel", config="NystromformerConfig",
+        max_position_embeddings=514,
     ),
     _bert("mpnet_base", batch=32, tokens=256, model="MPNetModel", config="MPNetConfig"),
     _bert(
@@ -441,6 +453,30 @@ _FAMILIES = (
         hidden_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16, intermediate_size=10944,
         first_k_dense_replace=4, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
         v_head_dim=128, vocab_size=32000,
+    ),
+    _llm(
+        "phi2_8_layers", batch=2, model="PhiModel", config="PhiConfig",
+        hidden_size=2560, num_hidden_layers=8, num_attention_heads=32, intermediate_size=10240, vocab_size=32000,
+    ),
+    _llm(
+        "cohere_command_r7b_2_layers", batch=2, model="Cohere2Model", config="Cohere2Config",
+        hidden_size=4096, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+        sliding_window=4096, vocab_size=32000,
+    ),
+    _llm(
+        "starcoder2_3b_6_layers", batch=2, model="Starcoder2Model", config="Starcoder2Config",
+        hidden_size=3072, num_hidden_layers=6, num_attention_heads=24, num_key_value_heads=2, intermediate_size=12288,
+        sliding_window=None, vocab_size=32000,
+    ),
+    _llm(
+        "nemotron_4b_6_layers", batch=2, model="NemotronModel", config="NemotronConfig",
+        hidden_size=3072, num_hidden_layers=6, num_attention_heads=24, num_key_value_heads=8, intermediate_size=9216,
+        vocab_size=32000,
+    ),
+    _llm(
+        "granite_2b_8_layers", batch=2, model="GraniteModel", config="GraniteConfig",
+        hidden_size=2048, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
+        attention_multiplier=0.015625, embedding_multiplier=12.0, residual_multiplier=0.22, vocab_size=32000,
     ),
     _llm("gpt2", batch=8, tokens=1024, model="GPT2Model", config="GPT2Config"),
     _decoding(

