@@ -58,6 +58,18 @@ def test_other_dtypes_stay():
         assert sqnr_db(attend(*(x.double() for x in operands)), y.double()) > 55
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_logits_in_float64_stay(dtype):
+    """Kernels have none."""
+
+    def attend_in_float64(q, k, v):
+        return (q.double() @ k.double().transpose(-1, -2) / 4).softmax(-1).to(v.dtype) @ v
+
+    y, capture = compiled(attend_in_float64, *heads(dtype))
+    assert not capture.calls
+    assert torch.equal(y, attend_in_float64(*heads(dtype)))
+
+
 def attend_cast(q, k, v):
     return (q @ k / 4).softmax(-1).to(v.dtype) @ v
 

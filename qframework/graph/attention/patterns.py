@@ -148,14 +148,13 @@ def _before_upcasts(query: Node, key: Node, value: Node, end: Node) -> tuple[Nod
 
 
 def _cast_from(node: Node | None, dtype: torch.dtype, end: Node) -> Node | None:
-    """What a node casts from ``dtype`` to one that holds all its numbers, still the same at ``end``; otherwise None."""
+    """What a node casts from ``dtype`` to float32 and is still the same at ``end``; otherwise None."""
     after = fake_value(node) if node is not None and operation(node) in CASTS else None
     if node is None or after is None:
         return None
     x = argument(node, 0, "input", "self")
     before = fake_value(x)
-    holds = torch.promote_types(dtype, after.dtype) == after.dtype
-    if before is None or before.dtype != dtype or not holds:
+    if before is None or before.dtype != dtype or after.dtype != torch.float32:
         return None
     return x if written_between(node, end, [x]) is None and not is_written(node) else None
 
