@@ -14,8 +14,9 @@ The one call takes the place of the first.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch.fx import GraphModule, Node
@@ -66,18 +67,25 @@ def join_calls(gm: GraphModule) -> None:
             _join(joining, nodes)
 
 
-def _groups(gm: GraphModule) -> Iterator[tuple[Joining, list[Node]]]:
-    """Two calls or more that differ in their own operands only."""
-    groups: dict[Any, list[Node]] = {}
-    for node in gm.graph.nodes:
-        joining = getattr(node.target, _JOINING, None) if node.op == "call_function" and not node.kwargs else None
-        kind = joining.kind(*map_arg(node.args, recorded_value)) if joining is not None else None
-        if joining is not None and kind is not None:
-            key = joining, kind, node.args[0], node.args[1 + joining.own :]
-            groups.setdefault(key, []).append(node)
-    for (joining, *_), nodes in groups.items():
-        runs = (nodes[start : start + joining.most] for start in range(0, len(nodes), joining.most))
-        yield from ((joining, run) for run in runs if len(run) > 1)
+def _groups(gm: GraphModule) -> list[tuple[Joining, list[Node]]]:
+    """Two calls or more that differ in their own operands only, with no call of another tensor in between.
+
+    A decoder's layers all read the encoder's result. Together, the keys and values of one layer would be computed and
+    kept with those of the layer before, and their gradients would wait for each other.
+    """
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and hasattr(node.target, _JOINING)]
+    found = []
+    for _, run in itertools.groupby(calls, lambda node: node.args[0]):
+        groups: dict[Any, list[Node]] = {}
+        for node in run:
+            joining = getattr(node.target, _JOINING)
+            kind = None if node.kwargs else joining.kind(*map_arg(node.args, recorded_value))
+            if kind is not None:
+                groups.setdefault((joining, kind, node.args[1 + joining.own :]), []).append(node)
+        for (joining, *_), nodes in groups.items():
+            parts = (nodes[start : start + joining.most] for start in range(0, len(nodes), joining.most))
+            found += [(joining, part) for part in parts if len(part) > 1]
+    return found
 
 
 def _join(joining: Joining, nodes: Sequence[Node]) -> None:
