@@ -33,7 +33,7 @@ OLDEST_TESTS := tests/compat tests/conversion/test_in_place.py tests/conversion/
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-slice test-nightly test-oldest check format test-gpu test-gpu-part bench-smoke docs dist clean
+.PHONY: help demo test test-all test-costs test-nightly test-oldest check format test-gpu test-gpu-part bench-smoke docs dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,11 +42,19 @@ help:  ## list the targets
 demo: $(DEMO_STAMP)  ## train, quantize, compile and compare a vision transformer on handwritten digits
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/digits_demo.py
 
-test: SELECTED := not gpu and not full
-test: run-tests  ## all tests that need no GPU, also interpreted Triton kernels and CPUs without VNNI; samples of the longest
+# The last digit of the commit's id chooses the turn, so that the commits of some days run all tests; 0 without git.
+TURN ?= $(or $(shell git rev-parse --verify --quiet HEAD 2>/dev/null | tail -c 2),0)
+TAKING_TURNS := -p tests.turns --turn $(TURN)
 
-test-all: SELECTED := not gpu
-test-all: run-tests  ## the same without sampling: every case of every test that needs no GPU
+test: SELECTION = $(TAKING_TURNS)
+test: run-tests  ## tests that need no GPU, also interpreted Triton kernels and CPUs without VNNI; long ones take turns, TURN=0 to f
+
+test-all: run-tests  ## the same without turns: every case of every test that needs no GPU
+
+test-costs: SELECTION = -p tests.turns --record-costs tests/costs.json
+test-costs:  ## the same, and write what long tests take, which decides about their turns
+	rm -f tests/costs.json
+	@$(MAKE) run-tests SELECTION="$(SELECTION)"
 
 # As on an x86 processor with AVX2 alone. Inductor's cache does not know these variables: sharing it gives wrong code.
 WITHOUT_VNNI := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2
@@ -56,20 +64,14 @@ run-tests: $(DEV_STAMP)
 	@status=0; \
 	echo "== tests =="; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal \
-		-m "$(SELECTED) and not interpreter" || status=1; \
+		$(SELECTION) -m "not gpu and not interpreter" || status=1; \
 	echo "== Triton kernels, interpreted =="; \
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) \
-		-m "not gpu and interpreter" tests/kernels || status=1; \
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal \
+		$(SELECTION) -m "not gpu and interpreter" tests/kernels || status=1; \
 	echo "== CPU operators without VNNI =="; \
-	$(WITHOUT_VNNI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) \
-		-m "$(SELECTED) and not interpreter" tests/kernels/linear tests/kernels/test_quantize.py || status=1; \
+	$(WITHOUT_VNNI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal \
+		$(SELECTION) -m "not gpu and not interpreter" tests/kernels/linear tests/kernels/test_quantize.py || status=1; \
 	exit $$status
-
-# The last digit of the commit's id chooses the slice, so that the commits of some days run all cases; 0 without git.
-SLICE ?= $(or $(shell git rev-parse --verify --quiet HEAD 2>/dev/null | tail -c 2),0)
-test-slice: $(DEV_STAMP)  ## a sixteenth of the cases that make test leaves out, another for each commit: SLICE=0 to f repeats one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal -p tests.slices --slice $(SLICE) \
-		-m "full and not gpu and not interpreter"
 
 # Only the first installation takes pre-releases. The stamps tell the second make that this .venv is complete.
 test-nightly:  ## the newest pre-releases of PyTorch and Triton: every private name first, then make test
@@ -83,7 +85,7 @@ test-nightly:  ## the newest pre-releases of PyTorch and Triton: every private n
 
 test-oldest: $(OLDEST_VENV)/.stamp-oldest  ## tests with the oldest supported PyTorch, Triton, torchao and transformers: 4 minutes
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -n $(PYTEST_JOBS) --dist worksteal \
-		-m "not gpu and not full and not interpreter" $(OLDEST_TESTS)
+		$(TAKING_TURNS) -m "not gpu and not interpreter" $(OLDEST_TESTS)
 
 $(OLDEST_VENV)/.stamp-oldest: pyproject.toml Makefile
 	$(MAKE) VENV=$(OLDEST_VENV) $(OLDEST_VENV)/.stamp-venv

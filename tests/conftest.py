@@ -77,7 +77,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases outside the sample of a test marked ``sample`` as ``full``, which ``make test`` excludes."""
+    """Mark the cases outside the sample of a test marked ``sample`` as ``full``: see turns.py."""
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sample") is not None:
