@@ -39,6 +39,7 @@ from qframework.graph.attention.dense_masks import make_masks_dense
 from qframework.graph.attention.expand import expand_multi_head_attention
 from qframework.graph.joined_calls import join_calls
 from qframework.graph.nodes import is_assertion, layer_name, operation
+from qframework.graph.rewrites.cast_late import cast_late
 from qframework.graph.rewrites.einsum_linears import expand_einsum_linears
 from qframework.graph.rewrites.expand_einsum import expand_einsum
 from qframework.graph.rewrites.expand_patch_embedding import expand_patch_embedding
@@ -116,6 +117,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(read_parts),
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),
+    on_graph(cast_late),
     expand_weighted_products,
     note_layer_order,
     fold_constants,

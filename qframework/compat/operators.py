@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 else:
     OpOverload = type(torch.ops.aten.detach.default)  # the class has no public name
+OpOverloadPacket: Any = type(torch.ops.aten.detach)  # of all overloads
 
 schema: Callable[[Any], Any] = operator.attrgetter("_schema")
 """The schema of an operator: arguments, results and mutations."""
@@ -67,6 +68,7 @@ __all__ = [
     "TO_COPY",
     "VIEWS",
     "OpOverload",
+    "OpOverloadPacket",
     "int_mm",
     "on_tensors",
     "registered",

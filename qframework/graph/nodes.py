@@ -26,7 +26,7 @@ from qframework.compat.dispatch import (
 )
 from qframework.compat.dynamo import is_attribute, is_static_input, recorded_value, source_name, value_key
 from qframework.compat.modules import SPACES
-from qframework.compat.operators import ASSERT_METADATA, BUILT_INS, OpOverload, schema
+from qframework.compat.operators import ASSERT_METADATA, BUILT_INS, OpOverload, OpOverloadPacket, schema
 from qframework.compat.pytree import tree_leaves, tree_map_only
 from qframework.numerics import FLOAT_DTYPES
 
@@ -83,6 +83,7 @@ _SAME_OPERATION = {
     "swapaxes": "transpose",
     "swapdims": "transpose",
     "_unsafe_view": "view",
+    "numpy_T": "T",
 }
 
 
@@ -99,6 +100,14 @@ def operation(node: Node) -> str | None:
         space, _, name = schema(node.target).name.partition("::")
         if space != "aten":
             return None
+    elif node.target is getattr:  # of Dynamo in PyTorch 2.11, where newer ones record operators without an overload
+        name = str(node.args[1])
+        if name not in ("T", "mT"):
+            return None
+    elif isinstance(node.target, OpOverloadPacket):
+        name = node.target.__name__
+        if getattr(aten, name, None) is not node.target:
+            return None
     else:
         name = getattr(node.target, "__name__", "")
         if not any(getattr(space, name, None) is node.target for space in (torch, F, operator, BUILT_INS)):
@@ -112,6 +121,22 @@ def argument(node: Node, index: int, *names: str, default: Any = None) -> Any:
     if len(node.args) > index:
         return node.args[index]
     return next((node.kwargs[name] for name in names if name in node.kwargs), default)
+
+
+def untransposed(node: Node) -> Node | None:
+    """The tensor whose last two dimensions a node swaps, in any spelling; None for any other node."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or (fake := fake_value(source)) is None or fake.ndim < 2:
+        return None
+    name, last = operation(node), [fake.ndim - 1, fake.ndim - 2]
+    if name == "mT" or (name in ("t", "T") and fake.ndim == 2):
+        return source
+    given = [*node.args[1]] if len(node.args) == 2 and isinstance(node.args[1], (list, tuple)) else node.args[1:]
+    if node.kwargs or not all(isinstance(dim, int) for dim in given):
+        return None
+    dims = [dim % fake.ndim for dim in given]  # type: ignore[operator]
+    swaps = name == "transpose" and sorted(dims) == last[::-1]
+    return source if swaps or (name == "permute" and dims == [*range(fake.ndim - 2), *last]) else None
 
 
 def traced_number(given: Any) -> Any:

@@ -16,6 +16,7 @@ from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quanti
 from qframework.errors import UnsupportedError
 from qframework.fallbacks import Fallbacks
 from qframework.graph.attention.replace import name_shapes
+from qframework.graph.rewrites.cast_late import cast_late
 from qframework.graph.rewrites.einsum_linears import expand_exported_einsum_linears
 from qframework.graph.rewrites.expand_einsum import expand_einsum
 from qframework.graph.rewrites.expand_products import expand_exported_products
@@ -270,6 +271,7 @@ class QFrameworkQuantizer(Quantizer):
         name_shapes(model)
         erase_unread_results(model)
         expand_einsum(model)
+        cast_late(model)
         left: dict[str, list[str]] = {}
         for node in list(model.graph.nodes):
             if is_attention(node) or is_softmax(node):

@@ -14,6 +14,7 @@ from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.graph.attention.replace import name_shapes
 from qframework.graph.nodes import argument
+from qframework.graph.rewrites.cast_late import cast_late
 from qframework.graph.rewrites.expand_einsum import expand_einsum
 from qframework.graph.rewrites.out_of_place import write_out_of_place
 from qframework.graph.rewrites.shorten import erase_unread_results
@@ -144,6 +145,7 @@ def _write_attentions(gm: fx.GraphModule, config: AttentionConfig) -> dict[fx.No
     name_shapes(gm)
     erase_unread_results(gm)
     expand_einsum(gm)
+    cast_late(gm)
     names: dict[fx.Node, str] = {}
     for node in list(gm.graph.nodes):
         if is_erased(node) or not (is_attention(node) or is_softmax(node)) or not module_stack(node)[1:]:

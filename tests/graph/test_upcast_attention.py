@@ -26,6 +26,22 @@ FORMS = {
     "scaled behind the cast": lambda q, k, v: (
         ((q.float() * 0.25) @ k.float().transpose(2, 3)).softmax(-1).to(v.dtype) @ v
     ),
+    "transposed by an attribute": lambda q, k, v: (q.float() @ k.float().mT / 4).softmax(-1).to(v.dtype) @ v,
+    "cast twice": lambda q, k, v: (
+        (q.float().float() @ k.type_as(torch.ones(1)).float().transpose(2, 3) / 4).softmax(-1).to(v.dtype) @ v
+    ),
+    "tokens before heads": lambda q, k, v: (
+        ((q.mT.float().contiguous().mT @ k.transpose(1, 2).type(torch.float32).permute(0, 2, 3, 1)) / 4)
+        .softmax(-1)
+        .to(v.dtype)
+        @ v
+    ),
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhnm,bhmd->bhnd", (torch.einsum("bhnd,bhmd->bhnm", q.float(), k.float()) / 4).softmax(-1).to(v.dtype), v
+    ),
+    "both scaled behind casts": lambda q, k, v: (
+        ((q.float() * 0.5) @ (k.float() / 2).transpose(2, 3)).softmax(-1).to(v.dtype) @ v
+    ),
     "the result in float32, cast": lambda q, k, v: ((q.float() @ k.float().mT / 4).softmax(-1) @ v.float()).to(v.dtype),
 }
 

@@ -88,15 +88,6 @@ def product_operands(node: Node) -> tuple[Node, Node] | None:
     return (a, b) if isinstance(a, Node) and isinstance(b, Node) else None
 
 
-def untransposed(node: Node) -> Node | None:
-    """``x`` of ``x.transpose(-2, -1)``; None for any other node."""
-    if operation(node) != "transpose" or len(node.args) != 3:
-        return None
-    x, *dims = node.args
-    ndim = len(shape_of(x))
-    return x if {dim % ndim for dim in dims} == {ndim - 1, ndim - 2} else None  # type: ignore[return-value, operator]
-
-
 def keeps_numbers(node: Node) -> bool:
     """Whether a node gives the numbers of its input in another float dtype, copy or shape."""
     fake = fake_value(node)

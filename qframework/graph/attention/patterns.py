@@ -32,7 +32,6 @@ from qframework.graph.attention.call import (
     keeps_numbers,
     product_operands,
     shape_of,
-    untransposed,
 )
 from qframework.graph.attention.logits import Logits, constant_number, unscaled
 from qframework.graph.attention.same_mask import same_mask
@@ -123,9 +122,9 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
         _require_private(node, own)
     query, key = unscaled(logits.a), unscaled(logits.b)
     value = argument(end, 1, "other", "mat2")
-    q, k, transposed = _before_upcasts(query.x, key.x, value, end) if not logits.row_factors else (query.x, key.x, True)
+    q, k = _before_upcasts(query.x, key.x, value, end) if not logits.row_factors else (query.x, key.x)
     return AttentionCall(
-        end, q, k, value, logits.shape, shape_of(weights[-1]), key_is_transposed=transposed,
+        end, q, k, value, logits.shape, shape_of(weights[-1]), key_is_transposed=True,
         enable_gqa=share_one_head(query.x, key.x, value), summands=summands, row_factors=logits.row_factors,
         scale=logits.factor * query.factor * key.factor, between=[*logits.nodes, *weights, end],
         sinks=logits.sinks, softcap=logits.softcap,
@@ -133,24 +132,24 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
     )  # fmt: skip
 
 
-def _before_upcasts(query: Node, key: Node, value: Node, end: Node) -> tuple[Node, Node, bool]:
-    """Queries, transposed keys and True; or those that a model casts to float32 for its logits, as GPT-J does.
+def _before_upcasts(query: Node, key: Node, value: Node, end: Node) -> tuple[Node, Node]:
+    """Queries and keys; or those that a model casts to float32 for its logits, as GPT-J does (cast_late.py).
 
-    Kernels compute logits of 16-bit operands in float32 as well, and would quantize operands in float32. False if the
-    keys were cast before they were transposed. Values and result must have the dtype of the operands.
+    Kernels compute logits of 16-bit operands in float32 as well, and would quantize operands in float32. Values and
+    result must have the dtype of the operands.
     """
     result, values = fake_value(end), fake_value(value)
     if result is not None and values is not None and values.dtype == result.dtype:
-        q, upright, turned = (_cast_from(each, result.dtype, end) for each in (query, untransposed(key), key))
-        if q is not None and (upright or turned) is not None:
-            return q, upright or turned, upright is None  # type: ignore[return-value]
-    return query, key, True
+        q, k = (_cast_from(each, result.dtype, end) for each in (query, key))
+        if q is not None and k is not None:
+            return q, k
+    return query, key
 
 
-def _cast_from(node: Node | None, dtype: torch.dtype, end: Node) -> Node | None:
+def _cast_from(node: Node, dtype: torch.dtype, end: Node) -> Node | None:
     """What a node casts from ``dtype`` to float32 and is still the same at ``end``; otherwise None."""
-    after = fake_value(node) if node is not None and operation(node) in CASTS else None
-    if node is None or after is None:
+    after = fake_value(node) if operation(node) in CASTS else None
+    if after is None:
         return None
     x = argument(node, 0, "input", "self")
     before = fake_value(x)

@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat.dynamo import recorded_value
-from qframework.graph.attention.call import AttentionCall, Refused, Summand, shape_of, untransposed
+from qframework.graph.attention.call import AttentionCall, Refused, Summand, shape_of
 from qframework.graph.attention.relative_position import RelativePositions, decomposed, is_height, is_width
-from qframework.graph.nodes import VIEWS, add_call, fake_value, operation
+from qframework.graph.nodes import VIEWS, add_call, fake_value, operation, untransposed
 from qframework.graph.shapes import same, same_shape, splits_first, traced_size
 from qframework.graph.writes import written_between
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from qframework.compat.dynamo import record_value, recorded_value
 from qframework.graph.attributes import attribute, replace_attribute
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.nodes import argument, fake_value, operation, untransposed
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def _products(gm: GraphModule, value_of: ValueOf) -> Iterator[tuple[Node, _Produ
 def why_no_linear(node: Node, value_of: ValueOf) -> str | None:
     """Why a product with a parameter on the right is no linear; None for a linear and for any other node."""
     if is_grouped(node):
-        read = [_parameter(_swapped(each) or each, value_of) for each in node.all_input_nodes]
+        read = [_parameter(each, value_of) for each in node.all_input_nodes]
         return _GROUPED if any(weight is not None for weight in read) else None
     name = operation(node)
     if name == "einsum":
@@ -117,17 +117,6 @@ def is_grouped(node: Node) -> bool:
     return node.op == "call_function" and "grouped_mm" in f"{getattr(target, '__name__', '')} {target}"
 
 
-def _swapped(node: Node) -> Node | None:
-    """``x`` of ``x.transpose(-2, -1)`` or ``x.mT``, of any number of dimensions; None for any other node."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or (fake := fake_value(source)) is None:
-        return None
-    if operation(node) == "transpose":
-        dims = {dim % fake.ndim for dim in node.args[1:] if isinstance(dim, int)}
-        return source if dims == {fake.ndim - 2, fake.ndim - 1} else None
-    return source if operation(node) == "mT" or node.target is aten.mT else None
-
-
 def _why_no_einsum(equation: str) -> str:
     inputs, _, output = equation.replace(" ", "").partition("->")
     left, _, right = inputs.partition(",")
@@ -147,7 +136,7 @@ def _product(node: Node, value_of: ValueOf) -> _Product | None:
     x, weight = argument(node, 0, "input"), _parameter(right, value_of)
     if weight is None or weight.ndim != 2 or not isinstance(x, Node) or fake_value(x) is None:
         return None
-    source = _untransposed(right)
+    source = untransposed(right)
     return _Product(x, source or right, None, source is not None)
 
 
@@ -170,24 +159,8 @@ def _right_operand(node: Node) -> object:
 
 def _parameter(node: Node, value_of: ValueOf) -> Tensor | None:
     """The parameter that a node reads or transposes. Not a buffer: that may be a transform, such as a filter bank."""
-    value = value_of(_untransposed(node) or node)
+    value = value_of(untransposed(node) or node)
     return value if isinstance(value, nn.Parameter) and value.ndim >= 2 and value.is_floating_point() else None
-
-
-def _untransposed(node: Node) -> Node | None:
-    """The matrix of which a node is the transpose, in any spelling; None for any other node."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or (fake := fake_value(source)) is None or fake.ndim != 2:
-        return None
-    name = operation(node)
-    if name == "permute":
-        order = node.args[1] if isinstance(node.args[-1], (list, tuple)) else node.args[1:]
-        return source if [axis % 2 for axis in order] == [1, 0] else None  # type: ignore[operator, union-attr]
-    if name == "transpose":
-        return source if sorted(axis % 2 for axis in node.args[1:]) == [0, 1] else None  # type: ignore[operator]
-    if node.target is getattr:  # of Dynamo with torch 2.11; newer ones record operators without an overload
-        return source if node.args[1] in ("T", "mT") else None
-    return source if name in ("t", "numpy_T", "mT") or node.target in (aten.numpy_T, aten.mT) else None
 
 
 def _replace(node: Node, linear: Node) -> None:

@@ -1,0 +1,115 @@
+"""Casts to float32 right before the product that reads them, behind views and copies.
+
+From::
+
+    k.float() -> permute -> * 0.5 -> matmul
+
+To::
+
+    k.permute -> float() -> * 0.5 -> matmul
+
+Models cast queries and keys for logits in float32 anywhere on their way. Kernels compute such logits from 16 bits, so
+the search for attention looks for casts in front of a product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from qframework.compat.dispatch import enable_python_dispatcher
+from qframework.compat.dynamo import recorded_value, value_key
+from qframework.graph.attention.call import product_operands
+from qframework.graph.nodes import CASTS, COPIES, VIEWS, fake_value, operation
+from qframework.graph.writes import is_written, written_between
+
+_MOVES = {*VIEWS, *COPIES, "transpose", "permute", "mT", "t", "movedim", "expand", "expand_as", "repeat", "flip"}
+_MOVES |= {"getitem", "select", "slice", "narrow", "repeat_interleave"}
+_16_BIT = (torch.float16, torch.bfloat16)
+
+
+def cast_late(gm: GraphModule) -> None:
+    """Move, in place, casts of 16-bit tensors to float32 behind what only moves elements."""
+    for product in list(gm.graph.nodes):
+        for operand in product_operands(product) or ():
+            steps = _steps_from_cast(operand)
+            if any(_moves(step) or _casts(step) for step in steps[1:]) and _is_unwritten(steps, product):
+                _cast_last(steps, product)
+
+
+def _steps_from_cast(operand: Node) -> list[Node]:
+    """The cast of a 16-bit tensor that an operand of a product comes from, and what follows it; or nothing."""
+    steps = [operand]
+    while _moves(steps[0]) or _casts(steps[0]) or _scales(steps[0]):
+        step, source = steps[0], steps[0].args[0]
+        after, before = fake_value(step), fake_value(source)  # type: ignore[arg-type]
+        if after is None or before is None or after.dtype != torch.float32:
+            break
+        if before.dtype in _16_BIT:
+            return steps if _casts(step) else []
+        if before.dtype != torch.float32 or len(step.users) > 1:
+            break
+        steps.insert(0, source)  # type: ignore[arg-type]
+    return []
+
+
+def _moves(node: Node) -> bool:
+    return operation(node) in _MOVES and _reads_a_node(node)
+
+
+def _casts(node: Node) -> bool:
+    return operation(node) in CASTS and _reads_a_node(node)
+
+
+def _scales(node: Node) -> bool:
+    """Whether a node multiplies or divides by a number, which commutes with what moves elements."""
+    by_number = len(node.args) == 2 and isinstance(node.args[1], (int, float)) and not node.kwargs
+    return operation(node) in ("mul", "div") and by_number and _reads_a_node(node)
+
+
+def _reads_a_node(node: Node) -> bool:
+    return bool(node.args) and isinstance(node.args[0], Node)
+
+
+def _is_unwritten(steps: list[Node], product: Node) -> bool:
+    """Whether neither the 16-bit tensor is written behind its cast, nor any step."""
+    cast = steps[0]
+    return not any(map(is_written, steps)) and written_between(cast, product, [cast.args[0]]) is None  # type: ignore[list-item]
+
+
+def _cast_last(steps: list[Node], product: Node) -> None:
+    """Let ``product`` read the steps in another order: moves, the cast, scaling."""
+    cast, *others = steps
+    order = [*filter(_moves, others), cast, *filter(_scales, others)]
+    added: list[Node] = []
+    x: Node = cast.args[0]  # type: ignore[assignment]
+    with cast.graph.inserting_before(product):
+        try:
+            for step in order:
+                x = _again(step, x)
+                added.append(x)
+        except (RuntimeError, ValueError):  # the cast made a copy of other strides, which has this view
+            _erase_unread(added)
+            return
+    product.replace_input_with(steps[-1], x)
+    _erase_unread(steps)
+
+
+def _again(step: Node, x: Node) -> Node:
+    """A step that reads ``x``."""
+    args = (x, *step.args[1:])
+    run = getattr(Tensor, step.target) if isinstance(step.target, str) else step.target
+    with enable_python_dispatcher():  # before the node is there: it may refuse x
+        value = run(*map_arg(args, recorded_value), **map_arg(step.kwargs, recorded_value))
+    node = step.graph.node_copy(step)
+    node.args = args
+    node.meta[value_key(step)] = value
+    return node
+
+
+def _erase_unread(nodes: list[Node]) -> None:
+    for node in reversed(nodes):
+        if not node.users:
+            node.graph.erase_node(node)
