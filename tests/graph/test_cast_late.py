@@ -101,6 +101,21 @@ def of_what_others_read(x, y):
     return turned @ y + turned
 
 
+def of_an_index_written(x, y):
+    index = torch.arange(7, -1, -1)
+    wide = x.float()[:, :, index]
+    index.zero_()
+    return wide @ y
+
+
+def of_bits_read_anew(x, y):
+    return x.float().view(torch.float32)[..., :4] @ y[:, :, :4]
+
+
+def of_another_device(x, y):
+    return torch.zeros((x.float().mT.to("meta") @ y.to("meta")).shape)
+
+
 def of_what_is_computed_in_float32(x, y):
     return (x.float() + 1).mT @ y
 
@@ -112,6 +127,9 @@ STAY = [
     of_float64,
     of_float32,
     of_what_others_read,
+    of_an_index_written,
+    of_bits_read_anew,
+    of_another_device,
     of_what_is_computed_in_float32,
 ]
 
@@ -120,3 +138,61 @@ STAY = [
 def test_others_stay(model):
     before, after = moved(model, *operands())
     assert before == after
+
+
+def cast_without_gradients(x, y):
+    with torch.no_grad():
+        wide = x.float()
+    return wide.mT @ y
+
+
+def transposed_without_gradients(x, y):
+    wide = x.float()
+    with torch.no_grad():
+        turned = wide.mT
+    return turned @ y
+
+
+def repeated(x, y):
+    return x[:, :1].float().repeat_interleave(3, 1).mT @ y
+
+
+def read_twice(x, y):
+    wide = x.float()
+    return wide.mT @ y + wide.flip(-1) @ y
+
+
+@pytest.mark.parametrize(
+    ("model", "moves"),
+    [
+        (lambda x, y: (x.float() * 0.3).mT @ y, True),
+        (cast_without_gradients, False),
+        (transposed_without_gradients, False),
+        (repeated, False),
+        (read_twice, False),
+    ],
+    ids=["moved", "cast without gradients", "transposed without gradients", "repeated", "read twice"],
+)
+def test_gradients_are_the_same(model, moves):
+    """Sums of gradients stay in float32, and scopes without gradients cut what they cut."""
+    graphs = []
+
+    def backend(gm, _):
+        before = str(gm.graph)
+        cast_late(gm)
+        gm.recompile()
+        graphs.append(before != str(gm.graph))
+        return gm.forward
+
+    def gradients(run):
+        inputs = [x.requires_grad_() for x in operands()]
+        run(*inputs).square().sum().backward()
+        return [x.grad for x in inputs]
+
+    torch._dynamo.reset()
+    wanted = gradients(model)
+    found = gradients(torch.compile(model, backend=backend))
+    assert graphs == [moves]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)

@@ -19,14 +19,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from qframework.compat.dispatch import enable_python_dispatcher
+from qframework.compat.dispatch import enable_python_dispatcher, set_grad_enabled
 from qframework.compat.dynamo import recorded_value, value_key
 from qframework.graph.attention.call import product_operands
-from qframework.graph.nodes import CASTS, COPIES, VIEWS, fake_value, operation
+from qframework.graph.nodes import CASTS, COPIES, VIEWS, fake_value, needs_gradient, operation, why_not_plain
 from qframework.graph.writes import is_written, written_between
 
-_MOVES = {*VIEWS, *COPIES, "transpose", "permute", "mT", "t", "movedim", "expand", "expand_as", "repeat", "flip"}
-_MOVES |= {"getitem", "select", "slice", "narrow", "repeat_interleave"}
+_REPEATS = {"expand", "expand_as", "repeat", "repeat_interleave"}
+_MOVES = {*VIEWS, *COPIES, *_REPEATS, "transpose", "permute", "mT", "t", "movedim", "flip"}
+_MOVES |= {"getitem", "select", "slice", "narrow"}
+_READ_SHAPES = ("expand_as", "view_as", "reshape_as")
 _16_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -35,7 +37,7 @@ def cast_late(gm: GraphModule) -> None:
     for product in list(gm.graph.nodes):
         for operand in product_operands(product) or ():
             steps = _steps_from_cast(operand)
-            if any(_moves(step) or _casts(step) for step in steps[1:]) and _is_unwritten(steps, product):
+            if any(_moves(step) or _casts(step) for step in steps[1:]) and _computes_the_same(steps, product):
                 _cast_last(steps, product)
 
 
@@ -45,7 +47,9 @@ def _steps_from_cast(operand: Node) -> list[Node]:
     while _moves(steps[0]) or _casts(steps[0]) or _scales(steps[0]):
         step, source = steps[0], steps[0].args[0]
         after, before = fake_value(step), fake_value(source)  # type: ignore[arg-type]
-        if after is None or before is None or after.dtype != torch.float32:
+        if after is None or before is None or after.dtype != torch.float32 or after.device != before.device:
+            break
+        if why_not_plain(before) is not None:
             break
         if before.dtype in _16_BIT:
             return steps if _casts(step) else []
@@ -56,7 +60,14 @@ def _steps_from_cast(operand: Node) -> list[Node]:
 
 
 def _moves(node: Node) -> bool:
-    return operation(node) in _MOVES and _reads_a_node(node)
+    """Whether a node moves elements by numbers or another tensor's shape: an index may be written or give new sizes."""
+    if operation(node) not in _MOVES or not _reads_a_node(node):
+        return False
+    if any(isinstance(given, torch.dtype) for given in (*node.args, *node.kwargs.values())):  # view: reads bits anew
+        return False
+    others = [recorded_value(each) for each in node.all_input_nodes[1:]]
+    known = (int, torch.SymInt, *((Tensor,) if operation(node) in _READ_SHAPES else ()))
+    return all(isinstance(other, known) for other in others)
 
 
 def _casts(node: Node) -> bool:
@@ -73,10 +84,22 @@ def _reads_a_node(node: Node) -> bool:
     return bool(node.args) and isinstance(node.args[0], Node)
 
 
-def _is_unwritten(steps: list[Node], product: Node) -> bool:
-    """Whether neither the 16-bit tensor is written behind its cast, nor any step."""
+def _computes_the_same(steps: list[Node], product: Node) -> bool:
+    """Whether the steps may run right before the product, and give the gradients that they gave."""
     cast = steps[0]
-    return not any(map(is_written, steps)) and written_between(cast, product, [cast.args[0]]) is None  # type: ignore[list-item]
+    if any(map(is_written, steps)) or written_between(cast, product, [cast.args[0]]) is not None:  # type: ignore[list-item]
+        return False
+    if _switches_gradients(cast, product):
+        return False
+    sums_gradients = len(cast.users) > 1 or any(operation(step) in _REPEATS for step in steps)  # in float32
+    return not (sums_gradients and needs_gradient([fake_value(cast)]))
+
+
+def _switches_gradients(first: Node, last: Node) -> bool:
+    node = first
+    while node is not last and node.target is not set_grad_enabled:
+        node = node.next
+    return node is not last
 
 
 def _cast_last(steps: list[Node], product: Node) -> None:
