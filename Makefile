@@ -51,10 +51,12 @@ test: run-tests  ## tests that need no GPU, also interpreted Triton kernels and 
 
 test-all: run-tests  ## the same without turns: every case of every test that needs no GPU
 
-test-costs: SELECTION = -p tests.turns --record-costs tests/costs.json
+# Tests read the file that is there: the new one replaces it at the end, if they pass.
+NEW_COSTS := $(VENV)/costs.json
 test-costs:  ## the same, and write what long tests take, which decides about their turns
-	rm -f tests/costs.json
-	@$(MAKE) run-tests SELECTION="$(SELECTION)"
+	rm -f $(NEW_COSTS)
+	@$(MAKE) run-tests SELECTION="-p tests.turns --record-costs $(NEW_COSTS)"
+	mv $(NEW_COSTS) tests/costs.json
 
 # As on an x86 processor with AVX2 alone. Inductor's cache does not know these variables: sharing it gives wrong code.
 WITHOUT_VNNI := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2

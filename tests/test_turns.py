@@ -100,11 +100,15 @@ def test_stored_costs_are_of_tests_that_exist() -> None:
 
 
 @pytest.mark.parametrize("clone", ["whole", "without commits", "without history"])
-def test_make_takes_the_last_digit_of_the_commit_or_zero(tmp_path: Path, clone: str) -> None:
+def test_make_takes_the_last_digit_of_the_commit_or_zero(
+    tmp_path: Path, clone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TURN", "b")  # as in make test TURN=b
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, tmp_path)
-    # not the repository around the temporary folder
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "MAKE"))}
+    # not the repository around the temporary folder, and not the turn of this run: make hands TURN=c on to it
+    foreign = ("GIT_", "MAKE", "TURN")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment |= {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     author = [item for name in ("name", "email") for item in ("-c", f"user.{name}=nobody")]
 
@@ -123,3 +127,13 @@ def test_make_takes_the_last_digit_of_the_commit_or_zero(tmp_path: Path, clone: 
         assert f"--turn {digit} " in said("make", "--dry-run", target)
         assert "--turn e " in said("make", "--dry-run", target, "TURN=e")
     assert "--turn" not in said("make", "--dry-run", "test-all")
+
+
+def test_new_costs_replace_the_stored_ones_when_all_tests_have_run() -> None:
+    """Tests of this file read the stored ones."""
+    command = ["make", "--dry-run", "test-costs"]
+    said = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    (recorded,) = set(re.findall(r"--record-costs ([\w./-]+)", said))
+    *before, last = said.splitlines()
+    assert last == f"mv {recorded} tests/costs.json"
+    assert "tests/costs.json" not in " ".join(before)
