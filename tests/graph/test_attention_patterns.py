@@ -241,6 +241,22 @@ def scaled_operand_overwritten(q, k, v):
     return product(scaled, k).softmax(-1) @ v + q
 
 
+def logits_written_for_others(q, k, v):
+    logits = torch.zeros(2, 2, 17, 17)
+    return torch.mul(product(q, k), SCALE, out=logits).softmax(-1) @ v + logits.mean()
+
+
+def result_written_for_others(q, k, v):
+    result = torch.zeros_like(q)
+    return torch.matmul(product(q, k).softmax(-1), v, out=result) * 2 + result.mean()
+
+
+def bias_written_for_others(q, k, v):
+    bias = BIAS.expand(2, 2, 17, 17).clone().flatten(0, 1)
+    logits = bias.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT)
+    return logits.softmax(-1) @ v.flatten(0, 1) + bias.mean()
+
+
 LEFT_ALONE = {
     "dropout": (active_dropout, "dropout of its attention weights must be inactive"),
     "SDPA's dropout": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "must be 0, got 0.1"),
@@ -268,6 +284,9 @@ LEFT_ALONE = {
     "broadcasting batch": (lambda q, k, v: product(q, k[0, 0]).softmax(-1) @ v, "operand has shape"),
     "overwritten": (operand_overwritten, "changes one of its operands in place"),
     "scaled, then overwritten": (scaled_operand_overwritten, "changes one of its operands in place"),
+    "logits written for others": (logits_written_for_others, "its mul writes into logits"),
+    "result written for others": (result_written_for_others, "writes into .*, which others may read"),
+    "bias written for others": (bias_written_for_others, "its logits writes into"),
     "wide heads": (attend_all(lambda x: torch.cat([x] * 17, -1)), r"head dimension .*272"),
 }
 

@@ -44,6 +44,10 @@ def chain(x, y):
     return score
 
 
+def by_an_operator_without_its_overload(x, y):
+    return torch.ops.aten.mul_(x * 2, y) + 1
+
+
 def transposed(x, y):
     score = x @ x
     score += y.T
@@ -190,6 +194,7 @@ def to_a_view_with_gaps_and_then_below_a_view(x, y):
         (to_a_view_with_gaps_that_is_returned, 1),
         (to_a_view_with_gaps_that_is_read_again, 1),
         (to_a_view_with_gaps_and_then_below_a_view, 2),
+        (by_an_operator_without_its_overload, 1),
         (replaced, 0),
         (copied_into_another_order, 1),
         (copied_into_a_part, 1),

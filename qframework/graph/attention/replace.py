@@ -11,8 +11,8 @@ from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention.call import AttentionCall, Refused
 from qframework.graph.attention.write import AttentionWriter, cannot_be_viewed
-from qframework.graph.nodes import argument, fake_value, fix_numbers, is_assertion, operation, why_not_plain
-from qframework.graph.writes import writes_in_place, written_between
+from qframework.graph.nodes import argument, fake_value, fix_numbers, is_assertion, operation, users, why_not_plain
+from qframework.graph.writes import allocates, writes_in_place, written_between, written_inputs
 from qframework.numerics import FLOAT_DTYPES
 
 
@@ -30,6 +30,10 @@ def _require_computable(call: AttentionCall) -> None:
     operands += [call.sinks] if call.sinks is not None else []
     if (writer := written_between(call.first or call.end, call.end, operands, set(call.between))) is not None:
         raise Refused(f"{writer.name} changes one of its operands in place between its products")
+    for node in call.between:
+        for written in sorted(written_inputs(node) - set(call.between)):
+            if not (written.op.startswith("call") and allocates(written) and users(written) == [node]):
+                raise Refused(f"its {node.name} writes into {written.name}, which others may read")
 
 
 def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[AttentionWriter], Node]) -> Node:

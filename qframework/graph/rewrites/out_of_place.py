@@ -144,7 +144,8 @@ def _arithmetic(node: Node) -> Any:
         return getattr(getattr(aten, name[:-1]), overload, None) if known else None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name.endswith("_") and name[:-1] in _OF_ELEMENTS:
-        return getattr(torch, name[:-1]) if node.op == "call_method" or getattr(torch, name) is node.target else None
+        of_torch = node.op == "call_method" or getattr(torch, name, None) is node.target
+        return getattr(torch, name[:-1]) if of_torch else None
     return _OPERATORS.get(node.target)
 
 
