@@ -77,6 +77,14 @@ def written_between(first: Node, last: Node, operands: Iterable[Node], own: Coll
     return None
 
 
+def switches_gradients(first: Node, last: Node) -> bool:
+    """Whether a node between these two switches gradients on or off, as ``torch.no_grad`` does."""
+    node = first
+    while node is not last and node.target is not set_grad_enabled:
+        node = node.next
+    return node is not last
+
+
 def allocates(node: Node) -> bool:
     """Whether the memory of a node's value is certainly not that of an input."""
     own = storages(node)

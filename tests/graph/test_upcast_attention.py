@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_models import compiled
+from attention_models import Capture, compiled
 
 from qframework.numerics import sqnr_db
 
@@ -124,6 +124,61 @@ def test_what_is_written_behind_the_cast(model):
     y, capture = compiled(model, *heads(torch.float16), attention=EXACT)
     assert len(capture.calls) == 1
     assert sqnr_db(expected.double(), y.double()) > 55
+
+
+def keys_cast_without_gradients(q, k, v):
+    with torch.no_grad():
+        wide = k.mT.float()
+    return attend_cast(q.float(), wide, v)
+
+
+def keys_transposed_without_gradients(q, k, v):
+    with torch.no_grad():
+        turned = k.transpose(-1, -2)
+    return attend_cast(q, turned, v)
+
+
+def query_scaled_without_gradients(q, k, v):
+    with torch.no_grad():
+        q = q * 0.5
+    return attend_cast(q, k.transpose(-1, -2), v)
+
+
+def weights_without_gradients(q, k, v):
+    with torch.no_grad():
+        weights = (q @ k.mT / 4).softmax(-1)
+    return weights @ v
+
+
+def mask_without_gradients(q, k, v):
+    logits = q @ k.mT / 4
+    with torch.no_grad():
+        mask = torch.ones(40, 40, dtype=q.dtype).tril()
+    return (logits + mask).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("model", "calls"),
+    [
+        (attend, 1),
+        (mask_without_gradients, 1),
+        (keys_cast_without_gradients, 1),
+        (keys_transposed_without_gradients, 0),
+        (query_scaled_without_gradients, 0),
+        (weights_without_gradients, 0),
+    ],
+)
+def test_scopes_without_gradients_cut_the_same_gradients(model, calls):
+    capture = Capture(EXACT)
+
+    def gradients(run):
+        inputs = [x.requires_grad_() for x in heads(torch.float16)]
+        run(*inputs).float().square().sum().backward()
+        return [x.grad for x in inputs]
+
+    wanted, found = gradients(model), gradients(torch.compile(model, backend=capture, fullgraph=True))
+    assert [x is None for x in found] == [x is None for x in wanted]
+    assert len(capture.calls) == calls
 
 
 @pytest.mark.parametrize("architecture", ["gptj", "gpt_neo"])

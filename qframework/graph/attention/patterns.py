@@ -155,6 +155,8 @@ def _cast_from(node: Node, dtype: torch.dtype, end: Node) -> Node | None:
     before = fake_value(x)
     if before is None or before.dtype != dtype or after.dtype != torch.float32:
         return None
+    if before.requires_grad != after.requires_grad:  # it is within torch.no_grad
+        return None
     return x if written_between(node, end, [x]) is None and not is_written(node) else None
 
 

@@ -11,8 +11,18 @@ from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention.call import AttentionCall, Refused
 from qframework.graph.attention.write import AttentionWriter, cannot_be_viewed
-from qframework.graph.nodes import argument, fake_value, fix_numbers, is_assertion, operation, users, why_not_plain
-from qframework.graph.writes import allocates, writes_in_place, written_between, written_inputs
+from qframework.graph.nodes import (
+    argument,
+    fake_value,
+    fix_numbers,
+    is_assertion,
+    needs_gradient,
+    operation,
+    untransposed,
+    users,
+    why_not_plain,
+)
+from qframework.graph.writes import allocates, switches_gradients, writes_in_place, written_between, written_inputs
 from qframework.numerics import FLOAT_DTYPES
 
 
@@ -30,10 +40,27 @@ def _require_computable(call: AttentionCall) -> None:
     operands += [call.sinks] if call.sinks is not None else []
     if (writer := written_between(call.first or call.end, call.end, operands, set(call.between))) is not None:
         raise Refused(f"{writer.name} changes one of its operands in place between its products")
+    if _is_partly_without_gradients(call):
+        raise Refused("its products, or what is between them, are partly within torch.no_grad, and gradients are on")
     for node in call.between:
         for written in sorted(written_inputs(node) - set(call.between)):
             if not (written.op.startswith("call") and allocates(written) and users(written) == [node]):
                 raise Refused(f"its {node.name} writes into {written.name}, which others may read")
+
+
+def _is_partly_without_gradients(call: AttentionCall) -> bool:
+    """Whether a scope cuts a gradient that the operator would compute. Dynamo records that views in it have one."""
+    own = sorted({*call.scaling, *call.between})
+    if switches_gradients(own[0], call.end) and any(map(_cuts_gradient, own)):
+        return True
+    is_view = call.key_is_transposed and untransposed(call.key) is not None
+    return is_view and needs_gradient([fake_value(call.key)]) and switches_gradients(call.key, call.between[0])
+
+
+def _cuts_gradient(node: Node) -> bool:
+    """Whether a value has no gradient while one of its inputs has one."""
+    value = fake_value(node)
+    return value is not None and not value.requires_grad and needs_gradient(map(fake_value, node.all_input_nodes))
 
 
 def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[AttentionWriter], Node]) -> Node:

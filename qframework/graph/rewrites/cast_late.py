@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from qframework.compat.dispatch import enable_python_dispatcher, set_grad_enabled
+from qframework.compat.dispatch import enable_python_dispatcher
 from qframework.compat.dynamo import recorded_value, value_key
 from qframework.graph.attention.call import product_operands
 from qframework.graph.nodes import CASTS, COPIES, VIEWS, fake_value, needs_gradient, operation, why_not_plain
-from qframework.graph.writes import is_written, written_between
+from qframework.graph.writes import is_written, switches_gradients, written_between
 
 _REPEATS = {"expand", "expand_as", "repeat", "repeat_interleave"}
 _MOVES = {*VIEWS, *COPIES, *_REPEATS, "transpose", "permute", "mT", "t", "movedim", "flip"}
@@ -89,17 +89,10 @@ def _computes_the_same(steps: list[Node], product: Node) -> bool:
     cast = steps[0]
     if any(map(is_written, steps)) or written_between(cast, product, [cast.args[0]]) is not None:  # type: ignore[list-item]
         return False
-    if _switches_gradients(cast, product):
+    if switches_gradients(cast, product):
         return False
     sums_gradients = len(cast.users) > 1 or any(operation(step) in _REPEATS for step in steps)  # in float32
     return not (sums_gradients and needs_gradient([fake_value(cast)]))
-
-
-def _switches_gradients(first: Node, last: Node) -> bool:
-    node = first
-    while node is not last and node.target is not set_grad_enabled:
-        node = node.next
-    return node is not last
 
 
 def _cast_last(steps: list[Node], product: Node) -> None:
