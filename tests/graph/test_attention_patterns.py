@@ -334,3 +334,16 @@ def test_a_scale_that_varies_from_call_to_call_is_reported():
     torch.testing.assert_close(run(q, k, v), attend(q, k, v))
     (report,) = capture.attention
     assert "a number from the graph" in report.reason
+
+
+def test_sizes_may_depend_on_data():
+    q, k, v = qkv()
+
+    def attend_to_some(q, k, v, kept):
+        return (q @ k[:, :, kept].transpose(-2, -1) * SCALE).softmax(-1) @ v[:, :, kept]
+
+    kept = torch.arange(17) != 3
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        out, capture = compiled(attend_to_some, q, k, v, kept, attention="unquantized")
+    assert len(capture.calls) == 1
+    torch.testing.assert_close(out, attend_to_some(q, k, v, kept))
