@@ -27,7 +27,8 @@ OLDEST := 'torch==2.11.*' 'torchao==0.17.*' 'triton==3.6.*' 'transformers==5.0.*
 OLDEST_TESTS := tests/compat tests/conversion/test_in_place.py tests/conversion/test_layers_in_float.py \
 	tests/integrations/test_transformers_loading.py \
 	tests/backend/test_compile.py tests/backend/test_lower_linear.py tests/graph/test_inline_grad_scopes.py \
-	tests/graph/test_causal_masks.py tests/graph/test_expand_products.py tests/graph/test_read_after_writes.py \
+	tests/graph/test_causal_masks.py tests/graph/test_cast_late.py tests/graph/test_expand_products.py \
+	tests/graph/test_read_after_writes.py tests/graph/test_upcast_attention.py \
 	tests/training/test_block_tensor_compiled.py tests/training/test_graph_breaks_in_blocks.py \
 	tests/training/test_with_torch.py::test_compiled_by_inductor_under_autocast tests/kernels/runtime
 
@@ -76,16 +77,16 @@ run-tests: $(DEV_STAMP)
 	exit $$status
 
 # Only the first installation takes pre-releases. The stamps tell the second make that this .venv is complete.
-test-nightly:  ## the newest pre-releases of PyTorch and Triton: every private name first, then make test
+test-nightly:  ## the newest pre-releases of PyTorch and Triton: every private name first, then make test-all
 	$(MAKE) VENV=$(NIGHTLY_VENV) $(NIGHTLY_VENV)/.stamp-venv
 	$(NIGHTLY_PIP) --pre --upgrade --extra-index-url $(NIGHTLY_INDEX) torch torchao torchvision triton
 	$(NIGHTLY_PIP) --extra-index-url $(NIGHTLY_INDEX) --editable '.[test,bench]'
 	touch $(NIGHTLY_VENV)/.stamp-demo $(NIGHTLY_VENV)/.stamp-dev
 	$(NIGHTLY_VENV)/bin/python -m pip list --disable-pip-version-check
 	OMP_NUM_THREADS=1 $(NIGHTLY_VENV)/bin/python -m pytest -n $(PYTEST_JOBS) tests/compat
-	$(MAKE) VENV=$(NIGHTLY_VENV) test
+	$(MAKE) VENV=$(NIGHTLY_VENV) test-all
 
-test-oldest: $(OLDEST_VENV)/.stamp-oldest  ## tests with the oldest supported PyTorch, Triton, torchao and transformers: 4 minutes
+test-oldest: $(OLDEST_VENV)/.stamp-oldest  ## tests with the oldest supported PyTorch, Triton, torchao and transformers; long ones take turns
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -n $(PYTEST_JOBS) --dist worksteal \
 		$(TAKING_TURNS) -m "not gpu and not interpreter" $(OLDEST_TESTS)
 
