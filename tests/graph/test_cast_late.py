@@ -15,7 +15,7 @@ def on_the_way(gm):
     node, path = product.args[0], []
     while node.op.startswith("call"):
         path.insert(0, operation(node))
-        node = node.args[0]
+        node = node.all_input_nodes[0]
     return path
 
 
@@ -48,6 +48,7 @@ MOVED = {
     "mT": (lambda x, y: x.float().mT @ y, ["mT", "float"]),
     "copies": (lambda x, y: x.mT.float().contiguous().clone() @ y, ["mT", "contiguous", "clone", "float"]),
     "scaled": (lambda x, y: (x.float() * 0.3).mT @ y, ["mT", "float", "mul"]),
+    "scaled by the number first": (lambda x, y: (0.3 * x.float()).mT @ y, ["mT", "float", "mul"]),
     "scaled twice": (
         lambda x, y: (x.to(torch.float32) / 3).flatten(0, 1) * 2 @ y[0, 0],
         ["flatten", "to", "div", "mul"],
@@ -88,6 +89,10 @@ def of_strides_that_the_source_has_not(x, y):
     )
 
 
+def of_a_number_divided(x, y):
+    return (0.3 / x.float()).mT @ y
+
+
 def of_float64(x, y):
     return (x.double().mT @ y.double()).float()
 
@@ -124,6 +129,7 @@ STAY = [
     of_a_view_written,
     of_the_source_written,
     of_strides_that_the_source_has_not,
+    of_a_number_divided,
     of_float64,
     of_float32,
     of_what_others_read,

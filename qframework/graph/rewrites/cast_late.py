@@ -45,8 +45,8 @@ def _steps_from_cast(operand: Node) -> list[Node]:
     """The cast of a 16-bit tensor that an operand of a product comes from, and what follows it; or nothing."""
     steps = [operand]
     while _moves(steps[0]) or _casts(steps[0]) or _scales(steps[0]):
-        step, source = steps[0], steps[0].args[0]
-        after, before = fake_value(step), fake_value(source)  # type: ignore[arg-type]
+        step, source = steps[0], steps[0].all_input_nodes[0]
+        after, before = fake_value(step), fake_value(source)
         if after is None or before is None or after.dtype != torch.float32 or after.device != before.device:
             break
         if why_not_plain(before) is not None:
@@ -55,7 +55,7 @@ def _steps_from_cast(operand: Node) -> list[Node]:
             return steps if _casts(step) else []
         if before.dtype != torch.float32 or len(step.users) > 1:
             break
-        steps.insert(0, source)  # type: ignore[arg-type]
+        steps.insert(0, source)
     return []
 
 
@@ -76,8 +76,11 @@ def _casts(node: Node) -> bool:
 
 def _scales(node: Node) -> bool:
     """Whether a node multiplies or divides by a number, which commutes with what moves elements."""
-    by_number = len(node.args) == 2 and isinstance(node.args[1], (int, float)) and not node.kwargs
-    return operation(node) in ("mul", "div") and by_number and _reads_a_node(node)
+    if len(node.args) != 2 or node.kwargs or len(node.all_input_nodes) != 1:
+        return False
+    first, second = (isinstance(given, (int, float)) for given in node.args)
+    name = operation(node)
+    return (name == "mul" and (first or second)) or (name == "div" and second)
 
 
 def _reads_a_node(node: Node) -> bool:
@@ -87,7 +90,7 @@ def _reads_a_node(node: Node) -> bool:
 def _computes_the_same(steps: list[Node], product: Node) -> bool:
     """Whether the steps may run right before the product, and give the gradients that they gave."""
     cast = steps[0]
-    if any(map(is_written, steps)) or written_between(cast, product, [cast.args[0]]) is not None:  # type: ignore[list-item]
+    if any(map(is_written, steps)) or written_between(cast, product, cast.all_input_nodes[:1]) is not None:
         return False
     if switches_gradients(cast, product):
         return False
@@ -100,7 +103,7 @@ def _cast_last(steps: list[Node], product: Node) -> None:
     cast, *others = steps
     order = [*filter(_moves, others), cast, *filter(_scales, others)]
     added: list[Node] = []
-    x: Node = cast.args[0]  # type: ignore[assignment]
+    x = cast.all_input_nodes[0]
     with cast.graph.inserting_before(product):
         try:
             for step in order:
@@ -115,7 +118,8 @@ def _cast_last(steps: list[Node], product: Node) -> None:
 
 def _again(step: Node, x: Node) -> Node:
     """A step that reads ``x``."""
-    args = (x, *step.args[1:])
+    place = step.args.index(step.all_input_nodes[0])
+    args = (*step.args[:place], x, *step.args[place + 1 :])
     run = getattr(Tensor, step.target) if isinstance(step.target, str) else step.target
     with enable_python_dispatcher():  # before the node is there: it may refuse x
         value = run(*map_arg(args, recorded_value), **map_arg(step.kwargs, recorded_value))
