@@ -99,6 +99,12 @@ def test_stored_costs_are_of_tests_that_exist() -> None:
     assert not gone, "rename them in tests/costs.json, or remove them there"
 
 
+def own_environment() -> dict[str, str]:
+    """Without the repository around a temporary folder, and what make hands on to the tests that it runs."""
+    foreign = ("GIT_", "MAKE", "MFLAGS", "TURN")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+
 @pytest.mark.parametrize("clone", ["whole", "without commits", "without history"])
 def test_make_takes_the_last_digit_of_the_commit_or_zero(
     tmp_path: Path, clone: str, monkeypatch: pytest.MonkeyPatch
@@ -106,10 +112,7 @@ def test_make_takes_the_last_digit_of_the_commit_or_zero(
     monkeypatch.setenv("TURN", "b")  # as in make test TURN=b
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, tmp_path)
-    # not the repository around the temporary folder, and not the turn of this run: make hands TURN=c on to it
-    foreign = ("GIT_", "MAKE", "TURN")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environment |= {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    environment = own_environment() | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     author = [item for name in ("name", "email") for item in ("-c", f"user.{name}=nobody")]
 
     def said(*command: str) -> str:
@@ -131,8 +134,8 @@ def test_make_takes_the_last_digit_of_the_commit_or_zero(
 
 def test_new_costs_replace_the_stored_ones_when_all_tests_have_run() -> None:
     """Tests of this file read the stored ones."""
-    command = ["make", "--dry-run", "test-costs"]
-    said = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    command, environment = ["make", "--dry-run", "--no-print-directory", "test-costs"], own_environment()
+    said = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True).stdout
     (recorded,) = set(re.findall(r"--record-costs ([\w./-]+)", said))
     *before, last = said.splitlines()
     assert last == f"mv {recorded} tests/costs.json"
