@@ -2,10 +2,10 @@
 
     python -m pytest -p tests.turns --turn 5 -m "not gpu and not interpreter"
 
-A turn is a hexadecimal digit; ``make test`` takes the last one of the commit's id. Tests run at every turn, but for two
-kinds. Those of which ``tests/costs.json`` says that a case takes more than half a second run at one turn of two, four
-or eight, the longer the rarer. Those marked ``full`` run at one turn of 16. The SHA-256 of a test's id decides which
-turns are its own, so they stay when others are added. Tests of a file that share a long setup run at the same turns.
+A turn is a hexadecimal digit; ``make test`` takes the last one of the commit's id. Most tests run at every turn. A test
+whose cases take more than half a second each, by ``tests/costs.json``, runs at one turn in two, four or eight:
+the longer it takes, the less often. Tests marked ``full`` run at one turn in 16. The SHA-256 of a test's id decides at
+which turns it runs, so adding tests does not change that. Tests of a file that share a long setup run together.
 
 ``--record-costs FILE`` adds to a file what the tests of a run took; ``make test-costs`` writes ``tests/costs.json``.
 """
@@ -29,7 +29,7 @@ Costs = dict[str, dict[str, float]]  # {file: {test: seconds of a case}}
 
 
 def period(seconds: float) -> int:
-    """At one of how many turns a test runs of which a case takes ``seconds``."""
+    """A test whose cases take ``seconds`` each runs at one turn in this many."""
     turns = 1
     while turns < RAREST and turns * CHEAP_S < seconds:
         turns *= 2
@@ -37,7 +37,7 @@ def period(seconds: float) -> int:
 
 
 def is_its_turn(turn: str, name: str, turns: int) -> bool:
-    """Whether what runs at one of ``turns`` turns does so at this one."""
+    """Whether a test, or a file of tests, that runs at one turn in ``turns`` runs at this one."""
     return (int(turn, 16) - int(hashlib.sha256(name.encode()).hexdigest()[0], 16)) % turns == 0
 
 

@@ -1,4 +1,4 @@
-"""Casts to float32 right before the product that reads them, behind views and copies.
+"""Moves casts to float32 behind views, copies and scaling, right before the product that reads them.
 
 From::
 
@@ -8,8 +8,8 @@ To::
 
     k.permute -> float() -> * 0.5 -> matmul
 
-Models cast queries and keys for logits in float32 anywhere on their way. Kernels compute such logits from 16 bits, so
-the search for attention looks for casts in front of a product.
+Models that compute logits in float32 cast queries and keys anywhere before their product. Kernels compute such logits
+from 16-bit operands, and the search for attention expects the casts right before the product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _16_BIT = (torch.float16, torch.bfloat16)
 
 
 def cast_late(gm: GraphModule) -> None:
-    """Move, in place, casts of 16-bit tensors to float32 behind what only moves elements."""
+    """Move, in place, casts of 16-bit tensors to float32 behind operations that only move elements."""
     for product in list(gm.graph.nodes):
         for operand in product_operands(product) or ():
             steps = _steps_from_cast(operand)
