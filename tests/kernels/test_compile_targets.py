@@ -18,6 +18,7 @@ from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import hopper_gated
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.epilogue import EpilogueForm
+from qframework.kernels.linear.hopper_ring import KEEPS_INDICES
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
 from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, WIDE, Tile
@@ -206,9 +207,10 @@ def compile_int8_linear(
         types["out_ptr"] = f"tensordesc<{out}[{tile.block_m}, {tile.block_n // tile.subtiles}]>"
     if tile.specialized:
         rows = specialized.rows_of_a(tile.block_m)
-        blocks = {"a": ("i8", rows, tile.block_k), "b": ("i8", tile.block_n, tile.block_k)}
+        width = specialized.width_of_block(tile.block_n)
+        blocks = {"a": ("i8", rows, tile.block_k), "b": ("i8", width, tile.block_k)}
         types |= {f"{name}_desc": described(*block) for name, block in blocks.items()}
-        block = (specialized.ROWS, specialized.columns_of_store(tile.block_n))
+        block = (specialized.ROWS, width)
         types |= dict.fromkeys(("residual_desc", "out_desc"), described(out, *block))
         return compile_for(chip, specialized.kernel, types | sizes, constants, **options)
     return compile_for(chip, _int8_linear_kernel, types | sizes, constants, **options)
@@ -279,7 +281,7 @@ def test_specialized(tile, epilogue, single, tmp_path):
     )  # the other warpgroup multiplies while this one waits for its rows
     assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == working
     assert "setmaxnreg" in ptx
-    assert keeps_indices(ptx) == specialized.KEEPS_INDICES
+    assert keeps_indices(ptx) == KEEPS_INDICES
     assert compiled.metadata.shared <= 227 * 1024
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 

@@ -7,7 +7,8 @@ this module the epilogue and the start of all warps. Warpgroups share the work i
 - pingpong: they alternate between whole tiles, so that one multiplies while the other runs its epilogue. For small K,
   where the epilogue takes as long as the product.
 - cooperative: each computes half of the rows of every tile, which can thus be twice as large and loads fewer bytes per
-  product. For large K. Tiles of 192 rows have three warpgroups with 64 rows each, those of 256 columns two.
+  product. For large K. Tiles of 192 rows have three warpgroups with 64 rows each. In tiles of more than 128 columns,
+  warpgroups are those of hopper_wide.py.
 
 Used where TMA can address operands and result; triton.py handles all other problems.
 """
@@ -21,26 +22,21 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
-from qframework.kernels.linear.hopper_ring import columns_of_accumulator, parts, side_by_side, workers
+from qframework.kernels.linear.hopper_ring import LEFT, parts, right_columns, takes_turns_in_k, workers
 from qframework.kernels.runtime.gluon import HAS_GLUON
-from qframework.kernels.runtime.triton import VERSION
-
-KEEPS_INDICES = VERSION < (3, 9)
-"""Whether threads keep the indices of their columns from tile to tile: linears of an H200 take 1.5 percent less time,
-but the assembler of Triton 3.9 spills them."""
 
 if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
         begin,
+        columns_before_end,
         multiply,
-        multiply_side_by_side,
         place_of,
         produce,
         tiles_of_program,
     )
+    from qframework.kernels.linear.hopper_wide import consume_wide
     from qframework.kernels.runtime.gluon import (
         TensorDescriptor,
-        columns_before,
         fence_async_shared,
         gl,
         gluon,
@@ -49,13 +45,6 @@ if HAS_GLUON:
         tma_load,
         tma_store,
     )
-
-    _KEEPS_INDICES = gl.constexpr(KEEPS_INDICES)
-
-    @gluon.jit
-    def _before(end, n, layout: gl.constexpr):
-        """Which columns ``n``, from 0 on, come before ``end``."""
-        return n < end if _KEEPS_INDICES else columns_before(end, n.shape[0], layout)
 
     @gluon.jit
     def _consume(
@@ -71,21 +60,18 @@ if HAS_GLUON:
         a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = pointers
         residual_desc, out_desc, out_stages, landed = results
         M, N, K, PA, PO = sizes
-        COLUMNS: gl.constexpr = columns_of_accumulator(FORM.block_n)
+        COLUMNS: gl.constexpr = FORM.block_n
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         PINGPONG: gl.constexpr = FORM.pingpong
         HAS_RESIDUAL: gl.constexpr = EPILOGUE.has_residual
-        SIDE_BY_SIDE: gl.constexpr = side_by_side(FORM.block_n)
         HALVES: gl.constexpr = 1 if workers(FORM.block_m) == 3 else 2
-        DOWN: gl.constexpr = 0 if SIDE_BY_SIDE else 64  # from the first accumulator to the second
-        RIGHT: gl.constexpr = COLUMNS if SIDE_BY_SIDE else 0
         BUFFERS: gl.constexpr = out_stages.shape[0] // workers(FORM.block_m)
-        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * (64 if SIDE_BY_SIDE else 64 * HALVES)
+        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * 64 * HALVES
         TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
         # With many tiles, the registers of early loads cost more than late loads, unless those add up to three vectors.
-        EARLY: gl.constexpr = (FORM.single or EPILOGUE.out_scale == "channel") and not SIDE_BY_SIDE
+        EARLY: gl.constexpr = FORM.single or EPILOGUE.out_scale == "channel"
         out_dtype: gl.constexpr = out_desc.dtype
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
@@ -98,9 +84,9 @@ if HAS_GLUON:
             start_m += FIRST_ROW
             n = gl.arange(0, COLUMNS, layout=of_columns)
             m_upper = start_m + gl.arange(0, 64, layout=of_rows)
-            m_lower = m_upper + DOWN
+            m_lower = m_upper + 64
             if EARLY:
-                inside = _before(N - start_n, n, of_columns)
+                inside = columns_before_end(N - start_n, n, of_columns)
                 columns = load_columns(
                     a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE, inside
                 )
@@ -111,23 +97,18 @@ if HAS_GLUON:
                 mbarrier.expect(landed.index(WHO), HALVES * 64 * COLUMNS * (out_dtype.primitive_bitwidth // 8))
                 for half in gl.static_range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half)
-                    corner = [start_m + half * DOWN, start_n + half * RIGHT]
-                    tma_load(residual_desc, corner, landed.index(WHO), stage)
-            if SIDE_BY_SIDE:
-                upper, lower = multiply_side_by_side(WHO, ring, steps, total, FORM)
-            else:
-                upper, lower = multiply(WHO, ring, own_turn, steps, total, FORM)
+                    tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
+            upper, lower = multiply(WHO, ring, own_turn, steps, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
 
             for half in gl.static_range(HALVES):
                 stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
                 acc = upper if half == 0 else lower
-                if not EARLY and half * DOWN == 0:  # what lies below has the same columns
-                    start = start_n + half * RIGHT
-                    inside = _before(N - start, n, of_columns)
+                if not EARLY and half == 0:  # what lies below has the same columns
+                    inside = columns_before_end(N - start_n, n, of_columns)
                     columns = load_columns(
-                        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start, n, N, EPILOGUE, inside
+                        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE, inside
                     )
                 if HAS_RESIDUAL and half == 0:
                     mbarrier.wait(landed.index(WHO), arrived)
@@ -143,7 +124,7 @@ if HAS_GLUON:
                     tma.store_wait(BUFFERS - 1)
                 stage.store(out)
                 fence_async_shared()
-                tma_store(out_desc, [start_m + half * DOWN, start_n + half * RIGHT], stage)
+                tma_store(out_desc, [start_m + half * 64, start_n], stage)
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["M", "PA", "PO"])
@@ -169,21 +150,42 @@ if HAS_GLUON:
         """out = epilogue(a @ b.T)."""
         ring = begin(a_desc, (b_desc,), M, N, K, FORM, OVERLAP)
         WORKERS: gl.constexpr = workers(FORM.block_m)
+        RIGHT: gl.constexpr = right_columns(FORM)
+        WIDTH: gl.constexpr = FORM.block_n - RIGHT  # of an accumulator
         # for results on their way
-        BUFFERS: gl.constexpr = 3 if WORKERS == 3 else 4 if FORM.pingpong or EPILOGUE.has_residual else 2
-        out_stages = gl.allocate_shared_memory(
-            out_desc.dtype, [BUFFERS, 64, columns_of_accumulator(FORM.block_n)], out_desc.layout
-        )
+        if RIGHT > 0:
+            BUFFERS: gl.constexpr = 1 if takes_turns_in_k(FORM.block_m) else 2
+        else:
+            BUFFERS: gl.constexpr = 3 if WORKERS == 3 else 4 if FORM.pingpong or EPILOGUE.has_residual else 2
+        out_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, WIDTH], out_desc.layout)
         landed = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
         if EPILOGUE.has_residual:
             for i in gl.static_range(WORKERS):
                 mbarrier.init(landed.index(i), count=1)
+        if RIGHT > 0:
+            right_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, RIGHT], out_desc.layout)
+        done = landed
+        if takes_turns_in_k(FORM.block_m):
+            done = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(3):
+                mbarrier.init(done.index(i), count=2 if i == 0 else 1)
         fence_async_shared()
         pointers = (a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr)
         results = (residual_desc, out_desc, out_stages, landed)
         sizes = (M, N, K, PA, PO)
         # Behind the functions: warps of all but the first, and their registers; the first gets the rest.
-        if WORKERS == 2:
+        if RIGHT > 0:
+            results = (residual_desc, out_desc, out_stages, right_stages, landed, done)
+            gl.warp_specialize(
+                [
+                    (consume_wide, (gl.constexpr(0), pointers, ring, results, sizes, EPILOGUE, FORM)),
+                    (consume_wide, (gl.constexpr(1), pointers, ring, results, sizes, EPILOGUE, FORM)),
+                    (produce, (a_desc, (b_desc,), ring, M, N, K, FORM)),
+                ],
+                [4, 1],
+                [240, 24],
+            )
+        elif WORKERS == 2:
             gl.warp_specialize(
                 [
                     (_consume, (gl.constexpr(0), pointers, ring, results, sizes, EPILOGUE, FORM)),
@@ -216,9 +218,9 @@ def rows_of_a(block_m: int) -> int:
 ROWS = 64  # of the part of the result that one TMA store writes
 
 
-def columns_of_store(block_n: int) -> int:
-    """Columns of that part, which is an accumulator's."""
-    return block_n // 2 if block_n == 256 else block_n
+def width_of_block(block_n: int) -> int:
+    """Rows of b that one load reads, and columns of the result that one store writes."""
+    return block_n if block_n <= LEFT.value else block_n - LEFT.value
 
 
 _GLUON_DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16"}

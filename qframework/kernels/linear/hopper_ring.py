@@ -3,9 +3,8 @@
 The loading warp fills the stages with tiles of a and b by TMA. ``ready`` barriers pass a stage to the multiplying
 warpgroups, ``free`` barriers return it. With ``pingpong``, ``turn`` barriers let the warpgroups multiply in turn.
 
-A warpgroup has two accumulators of 64 rows, in tiles of 192 rows one. They lie below each other, or in tiles of 256
-columns side by side. Then they share the rows of a, which are read into registers once, since Triton has no INT8 wgmma
-of 256 columns: 10 KB of shared memory for a warpgroup and 32 channels instead of 12.
+A warpgroup has two accumulators of 64 rows, in tiles of 192 rows one. They lie below each other; hopper_wide.py has
+those that lie side by side.
 """
 
 from __future__ import annotations
@@ -15,7 +14,12 @@ from typing import Any, NamedTuple
 from qframework.kernels.linear.triton import place
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.kernels.runtime.triton import triton
+from qframework.kernels.runtime.triton import VERSION, tl, triton
+
+KEEPS_INDICES = VERSION < (3, 9)
+"""Whether threads keep the indices of their columns from tile to tile: linears of an H200 take 1.5 percent less time,
+but the assembler of Triton 3.9 spills them."""
+LEFT = tl.constexpr(128)  # columns of the left accumulator in tiles of more
 
 
 class LinearForm(NamedTuple):
@@ -45,15 +49,21 @@ def workers(block_m):
 
 
 @triton.constexpr_function
-def side_by_side(block_n):
-    """Whether the accumulators of a warpgroup have the same rows, and not the same columns."""
-    return block_n == 256
+def takes_turns_in_k(block_m):
+    """Whether the warpgroups share the steps over K of the same results, in tiles of hopper_wide.py."""
+    return block_m == 64
 
 
 @triton.constexpr_function
-def columns_of_accumulator(block_n):
-    """Columns of each."""
-    return block_n // 2 if side_by_side(block_n) else block_n
+def readers(form):
+    """Warpgroups that read a stage."""
+    return 1 if form.pingpong or takes_turns_in_k(form.block_m) else workers(form.block_m)
+
+
+@triton.constexpr_function
+def right_columns(form):
+    """Columns of the right accumulator in tiles of hopper_wide.py, whose left one has ``LEFT``; else 0."""
+    return max(form.columns - LEFT.value, 0)
 
 
 @triton.constexpr_function
@@ -67,6 +77,7 @@ class Ring(NamedTuple):
 
     a_stages: Any
     b_stages: Any
+    b_right: Any  # the columns of the right accumulators; unused without these
     ready: Any
     free: Any
     turn: Any
@@ -74,6 +85,7 @@ class Ring(NamedTuple):
 
 if HAS_GLUON:
     from qframework.kernels.runtime.gluon import (
+        columns_before,
         fence_async_shared,
         gl,
         gluon,
@@ -84,6 +96,13 @@ if HAS_GLUON:
         warpgroup_mma,
         warpgroup_mma_wait,
     )
+
+    _KEEPS_INDICES = gl.constexpr(KEEPS_INDICES)
+
+    @gluon.jit
+    def columns_before_end(end, n, layout: gl.constexpr):
+        """Which columns ``n``, from 0 on, come before ``end``."""
+        return n < end if _KEEPS_INDICES else columnscolumns_before_end(end, n.shape[0], layout)
 
     @gluon.jit
     def tiles_of_program(M, N, FORM: gl.constexpr):
@@ -119,11 +138,15 @@ if HAS_GLUON:
         STAGES: gl.constexpr = FORM.stages
         BLOCK_K: gl.constexpr = FORM.block_k
         a_stages = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, FORM.block_m // PARTS, BLOCK_K], a_desc.layout)
-        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, FORM.block_n, BLOCK_K], b_descs[0].layout)
+        RIGHT: gl.constexpr = right_columns(FORM)
+        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, FORM.block_n - RIGHT, BLOCK_K], b_descs[0].layout)
+        b_right = b_stages
+        if RIGHT > 0:
+            b_right = gl.allocate_shared_memory(gl.int8, [STAGES, RIGHT, BLOCK_K], b_descs[0].layout)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        ring = Ring(a_stages, b_stages, ready, free, turn)
+        ring = Ring(a_stages, b_stages, b_right, ready, free, turn)
         gl.static_assert(STAGES > 2)
         mbarrier.init(ready.index(0), count=1)
         mbarrier.init(ready.index(1), count=1)
@@ -137,7 +160,7 @@ if HAS_GLUON:
         for i in gl.static_range(STAGES):
             if i > 1:
                 mbarrier.init(ready.index(i), count=1)
-            mbarrier.init(free.index(i), count=1 if FORM.pingpong else workers(FORM.block_m))
+            mbarrier.init(free.index(i), count=readers(FORM))
         if _in_turn(FORM):
             for i in gl.static_range(2):
                 mbarrier.init(turn.index(i), count=1)
@@ -148,14 +171,22 @@ if HAS_GLUON:
         """Start loading the tiles of a and b at column ``start`` into stage ``slot``."""
         PARTS: gl.constexpr = parts(FORM.block_m)
         PART: gl.constexpr = FORM.block_m // PARTS
-        WEIGHTS: gl.constexpr = FORM.block_n // FORM.columns
-        b_stages = parts_of_rows(ring.b_stages, WEIGHTS)
+        RIGHT: gl.constexpr = right_columns(FORM)
         ready = ring.ready.index(slot)
         mbarrier.expect(ready, (FORM.block_m + FORM.block_n) * FORM.block_k)
         for part in gl.static_range(PARTS):
             tma_load(a_desc, [start_m + part * PART, start], ready, ring.a_stages.index(slot * PARTS + part))
-        for part in gl.static_range(WEIGHTS):
-            tma_load(b_descs[part], [start_n, start], ready, b_stages.index(slot * WEIGHTS + part))
+        if RIGHT > 0:  # all loads of b have as many rows as the right accumulator has columns
+            PIECES: gl.constexpr = LEFT // RIGHT
+            b_left = parts_of_rows(ring.b_stages, PIECES)
+            for part in gl.static_range(PIECES):
+                tma_load(b_descs[0], [start_n + part * RIGHT, start], ready, b_left.index(slot * PIECES + part))
+            tma_load(b_descs[0], [start_n + LEFT, start], ready, ring.b_right.index(slot))
+        else:
+            WEIGHTS: gl.constexpr = FORM.block_n // FORM.columns
+            b_stages = parts_of_rows(ring.b_stages, WEIGHTS)
+            for part in gl.static_range(WEIGHTS):
+                tma_load(b_descs[part], [start_n, start], ready, b_stages.index(slot * WEIGHTS + part))
 
     @gluon.jit
     def produce(a_desc, b_descs, ring, M, N, K, FORM: gl.constexpr):
@@ -182,7 +213,7 @@ if HAS_GLUON:
         FORM: gl.constexpr,
     ):
         """The product of a warpgroup's rows of a tile: two accumulators of 64 rows, the second one 0 if it has 64."""
-        a_stages, b_stages, ready, free, turn = ring
+        a_stages, b_stages, _, ready, free, turn = ring
         BLOCK_N: gl.constexpr = FORM.block_n
         STAGES: gl.constexpr = FORM.stages
         THIRDS: gl.constexpr = workers(FORM.block_m) == 3
@@ -219,33 +250,3 @@ if HAS_GLUON:
             upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
         mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
         return upper, lower
-
-    @gluon.jit
-    def multiply_side_by_side(
-        WHO: gl.constexpr,
-        ring,
-        steps,
-        total,  # steps of all tiles before this one
-        FORM: gl.constexpr,
-    ):
-        """The product of a warpgroup's 64 rows of a tile: two accumulators, the left and the right columns."""
-        a_stages, b_stages, ready, free, _ = ring
-        STAGES: gl.constexpr = FORM.stages
-        COLUMNS: gl.constexpr = columns_of_accumulator(FORM.block_n)
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-        operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
-        b_halves = parts_of_rows(b_stages, 2)
-        slot = total % STAGES
-        phase = (total // STAGES) & 1
-        left = gl.zeros((64, COLUMNS), gl.int32, layout)
-        right = gl.zeros((64, COLUMNS), gl.int32, layout)
-        for _ in range(steps):
-            mbarrier.wait(ready.index(slot), phase)
-            a = a_stages.index(slot).slice(WHO * 64, 64).load(operand)
-            left = warpgroup_mma(a, b_halves.index(slot * 2).permute((1, 0)), left, is_async=True)
-            right = warpgroup_mma(a, b_halves.index(slot * 2 + 1).permute((1, 0)), right, is_async=True)
-            # The other warpgroup multiplies meanwhile. With products in flight, ptxas would run out of registers.
-            left, right = warpgroup_mma_wait(0, deps=(left, right))
-            mbarrier.arrive(free.index(slot), count=1)
-            slot, phase = next_stage(slot, phase, STAGES)
-        return left, right

@@ -110,8 +110,9 @@ def _call(x: Int8LinearArguments, out: Tensor, device: torch.device, tile: Tile,
     residual: Any = out if x.residual is None else x.residual
     if tile.specialized:
         a = hopper.describe(a, (m, k), strides.a, (hopper.rows_of_a(tile.block_m), tile.block_k))
-        b = hopper.describe(b, (n, k), strides.b, (tile.block_n, tile.block_k))
-        block = (hopper.ROWS, hopper.columns_of_store(tile.block_n))
+        width = hopper.width_of_block(tile.block_n)
+        b = hopper.describe(b, (n, k), strides.b, (width, tile.block_k))
+        block = (hopper.ROWS, width)
         to = hopper.describe(out, (m, n), n, block)
         residual = to if x.residual is None else hopper.describe(residual, (m, n), strides.residual, block)
     if tile.tma and not tile.specialized:

@@ -67,6 +67,12 @@ if HAS_GLUON:
             stages = reinterpret(stages, stages.dtype, shape, stages.layout)
         return stages
 
+    @gluon.jit
+    def parts_of_columns(stage, PARTS: gl.constexpr):
+        """``(M, N)`` of shared memory as ``(PARTS, M, N / PARTS)``, where a line of its layout has ``N / PARTS``."""
+        shape: gl.constexpr = [PARTS, stage.shape[0], stage.shape[1] // PARTS]
+        return reinterpret(stage, stage.dtype, shape, stage.layout)
+
 
 __all__ = [
     "HAS_GLUON",
@@ -78,7 +84,9 @@ __all__ = [
     "gluon",
     "mbarrier",
     "next_stage",
+    "parts_of_columns",
     "parts_of_rows",
+    "reinterpret",
     "tma",
     "tma_load",
     "tma_store",

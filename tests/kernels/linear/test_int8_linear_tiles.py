@@ -18,7 +18,18 @@ from test_int8_linear import make_case
 from qframework.kernels.linear import launch as int8_linear_launch
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, WIDE, Tile
+from qframework.kernels.linear.tile import (
+    COOPERATIVE,
+    FLAT_160,
+    FLAT_192,
+    FLAT_256,
+    PINGPONG,
+    THIRDS,
+    WIDE,
+    WIDE_160,
+    WIDE_192,
+    Tile,
+)
 
 TILES = {
     "by pointers": int8_linear_tiles.INTERPRETED,
@@ -45,7 +56,12 @@ SPECIALIZED = {
     "pingpong, groups of 8": PINGPONG._replace(group_m=8),
     "cooperative": COOPERATIVE,
     "three warpgroups": THIRDS,
-    "accumulators side by side": WIDE,
+    "128 and 128 columns": WIDE,
+    "128 and 32 columns": WIDE_160,
+    "128 and 64 columns": WIDE_192,
+    "128 and 128 columns, turns in K": FLAT_256,
+    "128 and 32 columns, turns in K": FLAT_160,
+    "128 and 64 columns, turns in K": FLAT_192,
 }
 
 
@@ -61,7 +77,7 @@ def test_specialized_tiles(monkeypatch, tile, output, shape, n):
         pytest.skip("compiled for Hopper only")
     chosen = SPECIALIZED[tile]
     if output == "residual":
-        chosen = chosen._replace(num_stages=3)
+        chosen = int8_linear_tiles._with_room(chosen, "residual")
     check_tile(monkeypatch, chosen, output, shape, n)
 
 

@@ -1,0 +1,183 @@
+"""The multiplying warpgroups of int8_linear's tiles with more than 128 columns on Hopper, in Gluon.
+
+A warpgroup has two accumulators of the same 64 rows: a left one of 128 columns, and a right one of 32, 64 or 128, since
+the sizes of each must be powers of two. Rows of a are read into registers once for both, so that shared memory delivers
+fewer bytes for a product. The warpgroups share a tile in one of two ways:
+
+- tiles of 128 rows: each has 64 of them;
+- tiles of 64 rows: each takes every second step over K. At the end they exchange partial sums in the stages, which
+  nothing reads any more; the first finishes the left columns, the second the right ones. For problems that are too
+  small to give every multiprocessor a larger tile.
+"""
+
+from __future__ import annotations
+
+from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
+from qframework.kernels.runtime.gluon import HAS_GLUON
+
+if HAS_GLUON:
+    from qframework.kernels.linear.hopper_ring import (
+        LEFT,
+        columns_before_end,
+        place_of,
+        right_columns,
+        takes_turns_in_k,
+        tiles_of_program,
+    )
+    from qframework.kernels.runtime.gluon import (
+        barrier,
+        fence_async_shared,
+        gl,
+        gluon,
+        mbarrier,
+        next_stage,
+        parts_of_columns,
+        reinterpret,
+        tma,
+        tma_load,
+        tma_store,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    @gluon.jit
+    def consume_wide(
+        WHO: gl.constexpr,
+        pointers,  # for load_columns and load_rows
+        ring,
+        results,
+        sizes,
+        EPILOGUE: gl.constexpr,
+        FORM: gl.constexpr,
+    ):
+        """Multiplying warpgroup 0 or 1."""
+        residual_desc, out_desc, left_stages, right_stages, landed, done = results
+        M, N, K, _, _ = sizes
+        IN_TURNS: gl.constexpr = takes_turns_in_k(FORM.block_m)
+        HAS_LEFT: gl.constexpr = not IN_TURNS or WHO == 0
+        HAS_RIGHT: gl.constexpr = not IN_TURNS or WHO == 1
+        FIRST_ROW: gl.constexpr = 0 if IN_TURNS else WHO * 64
+        left_stage = left_stages.index(0 if IN_TURNS else WHO)
+        right_stage = right_stages.index(0 if IN_TURNS else WHO)
+        out_dtype: gl.constexpr = out_desc.dtype
+        COLUMNS: gl.constexpr = (LEFT if HAS_LEFT else 0) + (right_columns(FORM) if HAS_RIGHT else 0)
+        first, end, by = tiles_of_program(M, N, FORM)
+        steps = gl.cdiv(K, FORM.block_k)
+        arrived = 0  # the phase of ``landed``
+        total = 0  # steps of all tiles before the current one
+        for tile in range(first, end, by):
+            start_m, start_n = place_of(tile, M, N, FORM)
+            start_m += FIRST_ROW
+            if EPILOGUE.has_residual:  # into the buffers that later hold the result
+                tma.store_wait(0)
+                mbarrier.expect(landed.index(WHO), 64 * COLUMNS * (out_dtype.primitive_bitwidth // 8))
+                if HAS_LEFT:
+                    _load(residual_desc, start_m, start_n, landed.index(WHO), left_stage)
+                if HAS_RIGHT:
+                    _load(residual_desc, start_m, start_n + LEFT, landed.index(WHO), right_stage)
+            left, right = _multiply(WHO, ring, steps, total, FORM)
+            total += steps
+            if IN_TURNS:
+                left, right = _exchange(WHO, left, right, ring, done, FORM)
+            if EPILOGUE.has_residual:
+                mbarrier.wait(landed.index(WHO), arrived)
+                arrived ^= 1
+            else:
+                tma.store_wait(0)
+            if HAS_LEFT:
+                _finish(left, start_m, start_n, left_stage, pointers, out_desc, sizes, EPILOGUE)
+            if HAS_RIGHT:
+                _finish(right, start_m, start_n + LEFT, right_stage, pointers, out_desc, sizes, EPILOGUE)
+        tma.store_wait(0)
+
+    @gluon.jit
+    def _multiply(
+        WHO: gl.constexpr,
+        ring,
+        steps,
+        total,  # steps of all tiles before this one
+        FORM: gl.constexpr,
+    ):
+        """The product of a warpgroup's rows, or of its steps: the left and the right accumulator."""
+        STAGES: gl.constexpr = FORM.stages
+        IN_TURNS: gl.constexpr = takes_turns_in_k(FORM.block_m)
+        FIRST_ROW: gl.constexpr = 0 if IN_TURNS else WHO * 64
+        RIGHT: gl.constexpr = right_columns(FORM)
+        of_left: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 32])
+        of_right: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 32])
+        left = gl.zeros((64, LEFT), gl.int32, of_left)
+        right = gl.zeros((64, RIGHT), gl.int32, of_right)
+        first = WHO if IN_TURNS else 0
+        slot = (total + first) % STAGES
+        phase = ((total + first) // STAGES) & 1
+        for _ in range(first, steps, 2 if IN_TURNS else 1):
+            mbarrier.wait(ring.ready.index(slot), phase)
+            rows = ring.a_stages.index(slot).slice(FIRST_ROW, 64)
+            a = rows.load(gl.DotOperandLayout(0, of_left, 4))
+            left = warpgroup_mma(a, ring.b_stages.index(slot).permute((1, 0)), left, is_async=True)
+            a = gl.convert_layout(a, gl.DotOperandLayout(0, of_right, 4), assert_trivial=True)
+            right = warpgroup_mma(a, ring.b_right.index(slot).permute((1, 0)), right, is_async=True)
+            # The other warpgroup multiplies meanwhile. With products in flight, ptxas would run out of registers.
+            left, right = warpgroup_mma_wait(0, deps=(left, right))
+            mbarrier.arrive(ring.free.index(slot), count=1)
+            slot, phase = next_stage(slot, phase, STAGES)
+            if IN_TURNS:
+                slot, phase = next_stage(slot, phase, STAGES)
+        return left, right
+
+    @gluon.jit
+    def _exchange(WHO: gl.constexpr, left, right, ring, done, FORM: gl.constexpr):
+        """The sums of both warpgroups: the first one's result has them on the left, the second one's on the right.
+
+        The barriers ``done`` serve one tile.
+        """
+        mbarrier.arrive(done.index(0), count=1)
+        mbarrier.wait(done.index(0), 0)  # both are done with the stages
+        of_left: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        of_right: gl.constexpr = gl.SwizzledSharedLayout(8, 1, right_columns(FORM) // 8, [1, 0])
+        PAIRS: gl.constexpr = FORM.stages // 2  # two stages of b have room for the sums of as many columns
+        left_sums = reinterpret(ring.b_stages, gl.int32, [PAIRS, 64, LEFT], of_left).index(0)
+        right_sums = reinterpret(ring.b_right, gl.int32, [PAIRS, 64, right_columns(FORM)], of_right).index(0)
+        if WHO == 0:
+            right_sums.store(right)
+        else:
+            left_sums.store(left)
+        barrier()  # all warps have stored
+        mbarrier.arrive(done.index(1 + WHO), count=1)
+        mbarrier.wait(done.index(2 - WHO), 0)
+        if WHO == 0:
+            left += left_sums.load(left.type.layout)
+        else:
+            right += right_sums.load(right.type.layout)
+        return left, right
+
+    @gluon.jit
+    def _load(desc, row, column, arrived, stage):
+        """Start loading a block into shared memory, in parts of as many columns as the descriptor has."""
+        PART: gl.constexpr = desc.block_type.shape[1]
+        PARTS: gl.constexpr = stage.shape[1] // PART
+        parts = parts_of_columns(stage, PARTS)
+        for part in gl.static_range(PARTS):
+            tma_load(desc, [row, column + part * PART], arrived, parts.index(part))
+
+    @gluon.jit
+    def _finish(acc, row, column, stage, pointers, out_desc, sizes, EPILOGUE: gl.constexpr):
+        """Run the epilogue of an accumulator and start storing the result."""
+        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = pointers
+        M, N, _, PA, PO = sizes
+        layout: gl.constexpr = acc.type.layout
+        n = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+        inside = columns_before_end(N - column, n, gl.SliceLayout(0, layout))
+        columns = load_columns(
+            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, column, n, N, EPILOGUE, inside
+        )
+        m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
+        residual = stage.load(layout) if EPILOGUE.has_residual else acc
+        stage.store(finish(acc, columns, rows, residual, out_desc.dtype, EPILOGUE))
+        fence_async_shared()
+        PART: gl.constexpr = out_desc.block_type.shape[1]
+        PARTS: gl.constexpr = acc.shape[1] // PART
+        parts = parts_of_columns(stage, PARTS)
+        for part in gl.static_range(PARTS):
+            tma_store(out_desc, [row, column + part * PART], parts.index(part))
