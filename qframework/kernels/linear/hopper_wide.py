@@ -61,6 +61,9 @@ if HAS_GLUON:
         right_stage = right_stages.index(0 if IN_TURNS else WHO)
         out_dtype: gl.constexpr = out_desc.dtype
         COLUMNS: gl.constexpr = (LEFT if HAS_LEFT else 0) + (right_columns(FORM) if HAS_RIGHT else 0)
+        EARLY: gl.constexpr = FORM.group_m == 6 or FORM.group_m == 7
+        of_left: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 32])
+        of_right: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, right_columns(FORM), 32])
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
         arrived = 0  # the phase of ``landed``
@@ -75,7 +78,15 @@ if HAS_GLUON:
                     _load(residual_desc, start_m, start_n, landed.index(WHO), left_stage)
                 if HAS_RIGHT:
                     _load(residual_desc, start_m, start_n + LEFT, landed.index(WHO), right_stage)
-            left, right = _multiply(WHO, ring, steps, total, FORM)
+            if EARLY:
+                if HAS_LEFT:
+                    given_left = _given(start_m, start_n, LEFT, of_left, pointers, sizes, EPILOGUE)
+                if HAS_RIGHT:
+                    given_right = _given(start_m, start_n + LEFT, right_columns(FORM), of_right, pointers, sizes, EPILOGUE)
+            if FORM.group_m == 5 or FORM.group_m == 7:
+                left, right = _multiply_ss(WHO, ring, steps, total, FORM)
+            else:
+                left, right = _multiply(WHO, ring, steps, total, FORM)
             total += steps
             if IN_TURNS:
                 left, right = _exchange(WHO, left, right, ring, done, FORM)
@@ -85,9 +96,13 @@ if HAS_GLUON:
             else:
                 tma.store_wait(0)
             if HAS_LEFT:
-                _finish(left, start_m, start_n, left_stage, pointers, out_desc, sizes, EPILOGUE)
+                if not EARLY:
+                    given_left = _given(start_m, start_n, LEFT, of_left, pointers, sizes, EPILOGUE)
+                _finish(left, start_m, start_n, left_stage, given_left, out_desc, EPILOGUE)
             if HAS_RIGHT:
-                _finish(right, start_m, start_n + LEFT, right_stage, pointers, out_desc, sizes, EPILOGUE)
+                if not EARLY:
+                    given_right = _given(start_m, start_n + LEFT, right_columns(FORM), of_right, pointers, sizes, EPILOGUE)
+                _finish(right, start_m, start_n + LEFT, right_stage, given_right, out_desc, EPILOGUE)
         tma.store_wait(0)
 
     @gluon.jit
@@ -126,6 +141,36 @@ if HAS_GLUON:
         return left, right
 
     @gluon.jit
+    def _multiply_ss(WHO: gl.constexpr, ring, steps, total, FORM: gl.constexpr):
+        STAGES: gl.constexpr = FORM.stages
+        IN_TURNS: gl.constexpr = takes_turns_in_k(FORM.block_m)
+        FIRST_ROW: gl.constexpr = 0 if IN_TURNS else WHO * 64
+        RIGHT: gl.constexpr = right_columns(FORM)
+        BY: gl.constexpr = 2 if IN_TURNS else 1
+        of_left: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 32])
+        of_right: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 32])
+        left = gl.zeros((64, LEFT), gl.int32, of_left)
+        right = gl.zeros((64, RIGHT), gl.int32, of_right)
+        first = WHO if IN_TURNS else 0
+        slot = (total + first) % STAGES
+        phase = ((total + first) // STAGES) & 1
+        for step in range(first, steps, BY):
+            mbarrier.wait(ring.ready.index(slot), phase)
+            rows = ring.a_stages.index(slot).slice(FIRST_ROW, 64)
+            left = warpgroup_mma(rows, ring.b_stages.index(slot).permute((1, 0)), left, is_async=True)
+            right = warpgroup_mma(rows, ring.b_right.index(slot).permute((1, 0)), right, is_async=True)
+            left, right = warpgroup_mma_wait(2, deps=(left, right))
+            if step >= BY:
+                mbarrier.arrive(ring.free.index(gl.where(slot < BY, slot + STAGES - BY, slot - BY)), count=1)
+            slot, phase = next_stage(slot, phase, STAGES)
+            if IN_TURNS:
+                slot, phase = next_stage(slot, phase, STAGES)
+        left, right = warpgroup_mma_wait(0, deps=(left, right))
+        if not IN_TURNS:
+            mbarrier.arrive(ring.free.index(gl.where(slot < BY, slot + STAGES - BY, slot - BY)), count=1)
+        return left, right
+
+    @gluon.jit
     def _exchange(WHO: gl.constexpr, left, right, ring, done, FORM: gl.constexpr):
         """The sums of both warpgroups: the first one's result has them on the left, the second one's on the right.
 
@@ -161,19 +206,24 @@ if HAS_GLUON:
             tma_load(desc, [row, column + part * PART], arrived, parts.index(part))
 
     @gluon.jit
-    def _finish(acc, row, column, stage, pointers, out_desc, sizes, EPILOGUE: gl.constexpr):
-        """Run the epilogue of an accumulator and start storing the result."""
+    def _given(row, column, COLUMNS: gl.constexpr, layout: gl.constexpr, pointers, sizes, EPILOGUE: gl.constexpr):
+        """What the epilogue of an accumulator reads for its columns and rows."""
         a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = pointers
         M, N, _, PA, PO = sizes
-        layout: gl.constexpr = acc.type.layout
-        n = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+        n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
         inside = columns_before_end(N - column, n, gl.SliceLayout(0, layout))
         columns = load_columns(
             a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, column, n, N, EPILOGUE, inside
         )
         m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
-        residual = stage.load(layout) if EPILOGUE.has_residual else acc
+        return columns, rows
+
+    @gluon.jit
+    def _finish(acc, row, column, stage, given, out_desc, EPILOGUE: gl.constexpr):
+        """Run the epilogue of an accumulator and start storing the result."""
+        columns, rows = given
+        residual = stage.load(acc.type.layout) if EPILOGUE.has_residual else acc
         stage.store(finish(acc, columns, rows, residual, out_desc.dtype, EPILOGUE))
         fence_async_shared()
         PART: gl.constexpr = out_desc.block_type.shape[1]
