@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.machine import describe_machine
 from qframework.files import write_json
-from qframework.kernels.linear.tile import PINGPONG, Epilogue, Tile
+from qframework.kernels.linear.tile import FLAT_160, FLAT_192, PINGPONG, THIRDS, WIDE_160, WIDE_192, Epilogue, Tile
 from qframework.kernels.linear.tile_costs import COSTS, TileCost, fastest_tile, half_terms, terms
 from qframework.outputs import output_file
 from qframework.tuning.kernel_tiles import (
@@ -39,7 +39,7 @@ from qframework.tuning.kernel_tiles import (
 )
 
 WIDTHS = (384, 768, 512, 1024, 192, 320, 1280, 2048)
-ROWS = (197, 128, 392, 784, 1568, 3136)
+ROWS = (197, 128, 392, 784, 1568, 3136, 1024, 2048)
 LINEARS: Mapping[tuple[int, int], Epilogue] = {
     (3, 1): "float",
     (1, 1): "residual",
@@ -50,6 +50,7 @@ PROCESSORS = 132  # of the H100 whose results are fitted
 _SHARED = 220 * 1024  # bytes of a program
 TILES = [
     *COSTS,
+    *(FLAT_160, FLAT_192, WIDE_160, WIDE_192, THIRDS),
     *(
         Tile(64, n, k, 4, stages, tma=True, tma_store=True)
         for n in (16, 32, 64, 128)

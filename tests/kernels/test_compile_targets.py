@@ -21,7 +21,17 @@ from qframework.kernels.linear.epilogue import EpilogueForm
 from qframework.kernels.linear.hopper_ring import KEEPS_INDICES
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, WIDE, Tile
+from qframework.kernels.linear.tile import (
+    COOPERATIVE,
+    FLAT_160,
+    FLAT_192,
+    PINGPONG,
+    THIRDS,
+    WIDE,
+    WIDE_160,
+    WIDE_192,
+    Tile,
+)
 from qframework.kernels.linear.tile_candidates import candidates
 from qframework.kernels.linear.tiles import GATED, choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
@@ -258,12 +268,22 @@ def test_hopper_without_descriptors(epilogue, tmp_path):
     assert stack_bytes(compile_int8_linear("sm_90", tile, flags, True), tmp_path) <= MAX_STACK
 
 
-@pytest.mark.sample(1 / 2)
+SPECIALIZED = {
+    "pingpong": PINGPONG,
+    "cooperative": COOPERATIVE,
+    "thirds": THIRDS,
+    "wide": WIDE,
+    "wide 160": WIDE_160,
+    "wide 192": WIDE_192,
+    "flat 160": FLAT_160,
+    "flat 192": FLAT_192,
+}
+
+
+@pytest.mark.sample(1 / 4)
 @pytest.mark.parametrize("single", [False, True], ids=["any number of tiles", "one tile"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize(
-    "tile", [PINGPONG, COOPERATIVE, THIRDS, WIDE], ids=["pingpong", "cooperative", "thirds", "wide"]
-)
+@pytest.mark.parametrize("tile", SPECIALIZED.values(), ids=SPECIALIZED)
 def test_specialized(tile, epilogue, single, tmp_path):
     """It multiplies asynchronously, never waits for the product it just began, and keeps its registers.
 
@@ -276,10 +296,7 @@ def test_specialized(tile, epilogue, single, tmp_path):
     working = 3 if tile == THIRDS else 1 if single and tile.specialized == "pingpong" else 2
     accumulators = 1 if tile == THIRDS else 2
     assert ptx.count("wgmma.mma_async") == working * accumulators * 4, "for each accumulator, four products of 32"
-    left = (
-        0 if tile.block_n == 256 else accumulators
-    )  # the other warpgroup multiplies while this one waits for its rows
-    assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == working
+    assert ptx.count(f"wgmma.wait_group.sync.aligned {accumulators}") == working
     assert "setmaxnreg" in ptx
     assert keeps_indices(ptx) == KEEPS_INDICES
     assert compiled.metadata.shared <= 227 * 1024

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
-from qframework.kernels.linear.hopper_ring import LEFT, parts, right_columns, takes_turns_in_k, workers
+from qframework.kernels.linear.hopper_ring import LEFT, accumulator, parts, right_columns, takes_turns_in_k, workers
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
@@ -61,7 +61,7 @@ if HAS_GLUON:
         residual_desc, out_desc, out_stages, landed = results
         M, N, K, PA, PO = sizes
         COLUMNS: gl.constexpr = FORM.block_n
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+        layout: gl.constexpr = accumulator(COLUMNS)
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         PINGPONG: gl.constexpr = FORM.pingpong
@@ -108,7 +108,16 @@ if HAS_GLUON:
                 if not EARLY and half == 0:  # what lies below has the same columns
                     inside = columns_before_end(N - start_n, n, of_columns)
                     columns = load_columns(
-                        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE, inside
+                        a_scale_ptr,
+                        b_scale_ptr,
+                        bias_ptr,
+                        out_scale_ptr,
+                        zero_point_ptr,
+                        start_n,
+                        n,
+                        N,
+                        EPILOGUE,
+                        inside,
                     )
                 if HAS_RESIDUAL and half == 0:
                     mbarrier.wait(landed.index(WHO), arrived)

@@ -12,13 +12,13 @@ from qframework.kernels.linear.epilogue import before_gate, finish_gated, load_c
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
-    from qframework.kernels.linear.hopper_ring import begin, multiply, place_of, produce, tiles_of_program
+    from qframework.kernels.linear.hopper_ring import accumulator, begin, multiply, place_of, produce, tiles_of_program
     from qframework.kernels.runtime.gluon import fence_async_shared, gl, gluon, tma, tma_store
 
     @gluon.jit
     def _halves(acc, COLUMNS: gl.constexpr):
         """The left and right ``COLUMNS`` columns of a product; a thread has the same ones of both."""
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+        layout: gl.constexpr = accumulator(COLUMNS)
         left, right = acc.reshape((acc.shape[0], 2, COLUMNS)).permute((0, 2, 1)).split()
         return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(
             right, layout, assert_trivial=True
@@ -39,7 +39,7 @@ if HAS_GLUON:
         out_desc, out_stages = results
         M, N, K, PA = sizes
         COLUMNS: gl.constexpr = FORM.columns
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+        layout: gl.constexpr = accumulator(COLUMNS)
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         PINGPONG: gl.constexpr = FORM.pingpong

@@ -67,6 +67,12 @@ def right_columns(form):
 
 
 @triton.constexpr_function
+def accumulator(columns):
+    """Layout of 64 rows of INT32 sums in the registers of a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+
+
+@triton.constexpr_function
 def _in_turn(form):
     """Whether warpgroups wait for each other: those of a ping-pong, except for one tile, which the first one has."""
     return form.pingpong and not form.single
@@ -102,7 +108,7 @@ if HAS_GLUON:
     @gluon.jit
     def columns_before_end(end, n, layout: gl.constexpr):
         """Which columns ``n``, from 0 on, come before ``end``."""
-        return n < end if _KEEPS_INDICES else columnscolumns_before_end(end, n.shape[0], layout)
+        return n < end if _KEEPS_INDICES else columns_before(end, n.shape[0], layout)
 
     @gluon.jit
     def tiles_of_program(M, N, FORM: gl.constexpr):
@@ -219,7 +225,7 @@ if HAS_GLUON:
         THIRDS: gl.constexpr = workers(FORM.block_m) == 3
         IN_TURN: gl.constexpr = _in_turn(FORM)
         FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * 128
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+        layout: gl.constexpr = accumulator(BLOCK_N)
         if IN_TURN:
             # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
             mbarrier.wait(turn.index(WHO), own_turn)

@@ -1,8 +1,7 @@
 """The multiplying warpgroups of int8_linear's tiles with more than 128 columns on Hopper, in Gluon.
 
 A warpgroup has two accumulators of the same 64 rows: a left one of 128 columns, and a right one of 32, 64 or 128, since
-the sizes of each must be powers of two. Rows of a are read into registers once for both, so that shared memory delivers
-fewer bytes for a product. The warpgroups share a tile in one of two ways:
+the sizes of each must be powers of two. The warpgroups share a tile in one of two ways:
 
 - tiles of 128 rows: each has 64 of them;
 - tiles of 64 rows: each takes every second step over K. At the end they exchange partial sums in the stages, which
@@ -18,6 +17,7 @@ from qframework.kernels.runtime.gluon import HAS_GLUON
 if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
         LEFT,
+        accumulator,
         columns_before_end,
         place_of,
         right_columns,
@@ -60,10 +60,10 @@ if HAS_GLUON:
         left_stage = left_stages.index(0 if IN_TURNS else WHO)
         right_stage = right_stages.index(0 if IN_TURNS else WHO)
         out_dtype: gl.constexpr = out_desc.dtype
-        COLUMNS: gl.constexpr = (LEFT if HAS_LEFT else 0) + (right_columns(FORM) if HAS_RIGHT else 0)
-        EARLY: gl.constexpr = FORM.group_m == 6 or FORM.group_m == 7
-        of_left: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 32])
-        of_right: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, right_columns(FORM), 32])
+        RIGHT: gl.constexpr = right_columns(FORM)
+        COLUMNS: gl.constexpr = (LEFT if HAS_LEFT else 0) + (RIGHT if HAS_RIGHT else 0)
+        # Operands of the epilogue are loaded before the product, unless that takes more registers than there are.
+        EARLY: gl.constexpr = RIGHT < LEFT
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
         arrived = 0  # the phase of ``landed``
@@ -78,15 +78,11 @@ if HAS_GLUON:
                     _load(residual_desc, start_m, start_n, landed.index(WHO), left_stage)
                 if HAS_RIGHT:
                     _load(residual_desc, start_m, start_n + LEFT, landed.index(WHO), right_stage)
-            if EARLY:
-                if HAS_LEFT:
-                    given_left = _given(start_m, start_n, LEFT, of_left, pointers, sizes, EPILOGUE)
-                if HAS_RIGHT:
-                    given_right = _given(start_m, start_n + LEFT, right_columns(FORM), of_right, pointers, sizes, EPILOGUE)
-            if FORM.group_m == 5 or FORM.group_m == 7:
-                left, right = _multiply_ss(WHO, ring, steps, total, FORM)
-            else:
-                left, right = _multiply(WHO, ring, steps, total, FORM)
+            if EARLY and HAS_LEFT:
+                of_left = _operands(start_m, start_n, LEFT, pointers, sizes, EPILOGUE)
+            if EARLY and HAS_RIGHT:
+                of_right = _operands(start_m, start_n + LEFT, RIGHT, pointers, sizes, EPILOGUE)
+            left, right = _multiply(WHO, ring, steps, total, FORM)
             total += steps
             if IN_TURNS:
                 left, right = _exchange(WHO, left, right, ring, done, FORM)
@@ -97,12 +93,12 @@ if HAS_GLUON:
                 tma.store_wait(0)
             if HAS_LEFT:
                 if not EARLY:
-                    given_left = _given(start_m, start_n, LEFT, of_left, pointers, sizes, EPILOGUE)
-                _finish(left, start_m, start_n, left_stage, given_left, out_desc, EPILOGUE)
+                    of_left = _operands(start_m, start_n, LEFT, pointers, sizes, EPILOGUE)
+                _finish(left, of_left, start_m, start_n, left_stage, out_desc, EPILOGUE)
             if HAS_RIGHT:
                 if not EARLY:
-                    given_right = _given(start_m, start_n + LEFT, right_columns(FORM), of_right, pointers, sizes, EPILOGUE)
-                _finish(right, start_m, start_n + LEFT, right_stage, given_right, out_desc, EPILOGUE)
+                    of_right = _operands(start_m, start_n + LEFT, RIGHT, pointers, sizes, EPILOGUE)
+                _finish(right, of_right, start_m, start_n + LEFT, right_stage, out_desc, EPILOGUE)
         tma.store_wait(0)
 
     @gluon.jit
@@ -116,59 +112,32 @@ if HAS_GLUON:
         """The product of a warpgroup's rows, or of its steps: the left and the right accumulator."""
         STAGES: gl.constexpr = FORM.stages
         IN_TURNS: gl.constexpr = takes_turns_in_k(FORM.block_m)
+        BY: gl.constexpr = 2 if IN_TURNS else 1
+        FIRST_STEP: gl.constexpr = WHO if IN_TURNS else 0
         FIRST_ROW: gl.constexpr = 0 if IN_TURNS else WHO * 64
-        RIGHT: gl.constexpr = right_columns(FORM)
-        of_left: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 32])
-        of_right: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 32])
-        left = gl.zeros((64, LEFT), gl.int32, of_left)
-        right = gl.zeros((64, RIGHT), gl.int32, of_right)
-        first = WHO if IN_TURNS else 0
-        slot = (total + first) % STAGES
-        phase = ((total + first) // STAGES) & 1
-        for _ in range(first, steps, 2 if IN_TURNS else 1):
+        left = gl.zeros((64, LEFT), gl.int32, accumulator(LEFT))
+        right = gl.zeros((64, right_columns(FORM)), gl.int32, accumulator(right_columns(FORM)))
+        slot = (total + FIRST_STEP) % STAGES
+        phase = ((total + FIRST_STEP) // STAGES) & 1
+        for step in range(FIRST_STEP, steps, BY):
             mbarrier.wait(ring.ready.index(slot), phase)
-            rows = ring.a_stages.index(slot).slice(FIRST_ROW, 64)
-            a = rows.load(gl.DotOperandLayout(0, of_left, 4))
+            a = ring.a_stages.index(slot).slice(FIRST_ROW, 64)
             left = warpgroup_mma(a, ring.b_stages.index(slot).permute((1, 0)), left, is_async=True)
-            a = gl.convert_layout(a, gl.DotOperandLayout(0, of_right, 4), assert_trivial=True)
             right = warpgroup_mma(a, ring.b_right.index(slot).permute((1, 0)), right, is_async=True)
-            # The other warpgroup multiplies meanwhile. With products in flight, ptxas would run out of registers.
-            left, right = warpgroup_mma_wait(0, deps=(left, right))
-            mbarrier.arrive(ring.free.index(slot), count=1)
-            slot, phase = next_stage(slot, phase, STAGES)
-            if IN_TURNS:
+            left, right = warpgroup_mma_wait(2, deps=(left, right))  # the products of the previous step are done
+            if step >= BY:
+                mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
+            for _ in gl.static_range(BY):
                 slot, phase = next_stage(slot, phase, STAGES)
+        left, right = warpgroup_mma_wait(0, deps=(left, right))
+        if not IN_TURNS:  # else nothing is loaded any more
+            mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
         return left, right
 
     @gluon.jit
-    def _multiply_ss(WHO: gl.constexpr, ring, steps, total, FORM: gl.constexpr):
-        STAGES: gl.constexpr = FORM.stages
-        IN_TURNS: gl.constexpr = takes_turns_in_k(FORM.block_m)
-        FIRST_ROW: gl.constexpr = 0 if IN_TURNS else WHO * 64
-        RIGHT: gl.constexpr = right_columns(FORM)
-        BY: gl.constexpr = 2 if IN_TURNS else 1
-        of_left: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 32])
-        of_right: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 32])
-        left = gl.zeros((64, LEFT), gl.int32, of_left)
-        right = gl.zeros((64, RIGHT), gl.int32, of_right)
-        first = WHO if IN_TURNS else 0
-        slot = (total + first) % STAGES
-        phase = ((total + first) // STAGES) & 1
-        for step in range(first, steps, BY):
-            mbarrier.wait(ring.ready.index(slot), phase)
-            rows = ring.a_stages.index(slot).slice(FIRST_ROW, 64)
-            left = warpgroup_mma(rows, ring.b_stages.index(slot).permute((1, 0)), left, is_async=True)
-            right = warpgroup_mma(rows, ring.b_right.index(slot).permute((1, 0)), right, is_async=True)
-            left, right = warpgroup_mma_wait(2, deps=(left, right))
-            if step >= BY:
-                mbarrier.arrive(ring.free.index(gl.where(slot < BY, slot + STAGES - BY, slot - BY)), count=1)
-            slot, phase = next_stage(slot, phase, STAGES)
-            if IN_TURNS:
-                slot, phase = next_stage(slot, phase, STAGES)
-        left, right = warpgroup_mma_wait(0, deps=(left, right))
-        if not IN_TURNS:
-            mbarrier.arrive(ring.free.index(gl.where(slot < BY, slot + STAGES - BY, slot - BY)), count=1)
-        return left, right
+    def _before(slot, BY: gl.constexpr, STAGES: gl.constexpr):
+        """The stage ``BY`` steps before ``slot``."""
+        return gl.where(slot < BY, slot + STAGES - BY, slot - BY)
 
     @gluon.jit
     def _exchange(WHO: gl.constexpr, left, right, ring, done, FORM: gl.constexpr):
@@ -191,9 +160,9 @@ if HAS_GLUON:
         mbarrier.arrive(done.index(1 + WHO), count=1)
         mbarrier.wait(done.index(2 - WHO), 0)
         if WHO == 0:
-            left += left_sums.load(left.type.layout)
+            left += left_sums.load(accumulator(LEFT))
         else:
-            right += right_sums.load(right.type.layout)
+            right += right_sums.load(accumulator(right_columns(FORM)))
         return left, right
 
     @gluon.jit
@@ -206,24 +175,24 @@ if HAS_GLUON:
             tma_load(desc, [row, column + part * PART], arrived, parts.index(part))
 
     @gluon.jit
-    def _given(row, column, COLUMNS: gl.constexpr, layout: gl.constexpr, pointers, sizes, EPILOGUE: gl.constexpr):
-        """What the epilogue of an accumulator reads for its columns and rows."""
+    def _operands(row, column, COLUMNS: gl.constexpr, pointers, sizes, EPILOGUE: gl.constexpr):
+        """What the epilogue of an accumulator reads for its columns and for its rows."""
         a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = pointers
         M, N, _, PA, PO = sizes
-        n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-        inside = columns_before_end(N - column, n, gl.SliceLayout(0, layout))
+        of_columns: gl.constexpr = gl.SliceLayout(0, accumulator(COLUMNS))
+        n = gl.arange(0, COLUMNS, layout=of_columns)
+        inside = columns_before_end(N - column, n, of_columns)
         columns = load_columns(
             a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, column, n, N, EPILOGUE, inside
         )
-        m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
-        return columns, rows
+        m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
+        return columns, load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
 
     @gluon.jit
-    def _finish(acc, row, column, stage, given, out_desc, EPILOGUE: gl.constexpr):
+    def _finish(acc, operands, row, column, stage, out_desc, EPILOGUE: gl.constexpr):
         """Run the epilogue of an accumulator and start storing the result."""
-        columns, rows = given
-        residual = stage.load(acc.type.layout) if EPILOGUE.has_residual else acc
+        columns, rows = operands
+        residual = stage.load(accumulator(acc.shape[1])) if EPILOGUE.has_residual else acc
         stage.store(finish(acc, columns, rows, residual, out_desc.dtype, EPILOGUE))
         fence_async_shared()
         PART: gl.constexpr = out_desc.block_type.shape[1]

@@ -6,7 +6,17 @@ every one compiles for its chip without spills in the tests. ``tiles.py`` says w
 
 from __future__ import annotations
 
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, WIDE, Tile
+from qframework.kernels.linear.tile import (
+    COOPERATIVE,
+    FLAT_160,
+    FLAT_192,
+    PINGPONG,
+    THIRDS,
+    WIDE,
+    WIDE_160,
+    WIDE_192,
+    Tile,
+)
 from qframework.kernels.linear.tiles import chip_key, unmeasured
 
 _BIG = Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True)
@@ -15,6 +25,8 @@ _SPECIALIZED = [
     *(COOPERATIVE._replace(group_m=group) for group in (1, 4)),
     COOPERATIVE._replace(num_stages=3),  # leaves room for the residual
     WIDE,
+    WIDE_160,
+    WIDE_192,
     THIRDS,
     THIRDS._replace(num_stages=5),  # fits beside an INT8 result
 ]
@@ -26,6 +38,11 @@ _HOPPER_SMALL = [
     PINGPONG._replace(block_n=64, block_k=256, num_stages=3),
     COOPERATIVE._replace(num_stages=3),
     WIDE,
+    WIDE_160,
+    WIDE_192,
+    FLAT_160,
+    FLAT_192,
+    THIRDS,
     _BIG._replace(programs=0, subtiles=2),
     *(Tile(64, 128, 128, 4, 4, programs=n, tma=True, tma_store=True) for n in (0, 2)),
     Tile(128, 64, 128, 4, 4, tma=True, tma_store=True),

@@ -22,7 +22,6 @@ from qframework.kernels.linear.tile import (
     COOPERATIVE,
     FLAT_160,
     FLAT_192,
-    FLAT_256,
     PINGPONG,
     THIRDS,
     WIDE,
@@ -59,7 +58,6 @@ SPECIALIZED = {
     "128 and 128 columns": WIDE,
     "128 and 32 columns": WIDE_160,
     "128 and 64 columns": WIDE_192,
-    "128 and 128 columns, turns in K": FLAT_256,
     "128 and 32 columns, turns in K": FLAT_160,
     "128 and 64 columns, turns in K": FLAT_192,
 }
