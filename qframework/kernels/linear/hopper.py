@@ -24,6 +24,18 @@ from torch import Tensor
 from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
 from qframework.kernels.linear.hopper_ring import LEFT, accumulator, parts, right_columns, takes_turns_in_k, workers
 from qframework.kernels.runtime.gluon import HAS_GLUON
+from qframework.kernels.runtime.triton import triton
+
+
+@triton.constexpr_function
+def _buffers(form, has_residual):
+    """Blocks of 64 rows in shared memory for results on their way."""
+    if right_columns(form.columns) > 0:
+        return 1 if takes_turns_in_k(form.block_m) else 2
+    if workers(form.block_m) == 3:
+        return 3
+    return 4 if form.pingpong or has_residual else 2
+
 
 if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
@@ -159,13 +171,9 @@ if HAS_GLUON:
         """out = epilogue(a @ b.T)."""
         ring = begin(a_desc, (b_desc,), M, N, K, FORM, OVERLAP)
         WORKERS: gl.constexpr = workers(FORM.block_m)
-        RIGHT: gl.constexpr = right_columns(FORM)
+        RIGHT: gl.constexpr = right_columns(FORM.columns)
         WIDTH: gl.constexpr = FORM.block_n - RIGHT  # of an accumulator
-        # for results on their way
-        if RIGHT > 0:
-            BUFFERS: gl.constexpr = 1 if takes_turns_in_k(FORM.block_m) else 2
-        else:
-            BUFFERS: gl.constexpr = 3 if WORKERS == 3 else 4 if FORM.pingpong or EPILOGUE.has_residual else 2
+        BUFFERS: gl.constexpr = _buffers(FORM, EPILOGUE.has_residual)
         out_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, WIDTH], out_desc.layout)
         landed = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
         if EPILOGUE.has_residual:
@@ -184,11 +192,11 @@ if HAS_GLUON:
         sizes = (M, N, K, PA, PO)
         # Behind the functions: warps of all but the first, and their registers; the first gets the rest.
         if RIGHT > 0:
-            results = (residual_desc, out_desc, out_stages, right_stages, landed, done)
+            both = (residual_desc, out_desc, out_stages, right_stages, landed, done)
             gl.warp_specialize(
                 [
-                    (consume_wide, (gl.constexpr(0), pointers, ring, results, sizes, EPILOGUE, FORM)),
-                    (consume_wide, (gl.constexpr(1), pointers, ring, results, sizes, EPILOGUE, FORM)),
+                    (consume_wide, (gl.constexpr(0), pointers, ring, both, sizes, EPILOGUE, FORM)),
+                    (consume_wide, (gl.constexpr(1), pointers, ring, both, sizes, EPILOGUE, FORM)),
                     (produce, (a_desc, (b_desc,), ring, M, N, K, FORM)),
                 ],
                 [4, 1],

@@ -61,9 +61,9 @@ def readers(form):
 
 
 @triton.constexpr_function
-def right_columns(form):
+def right_columns(columns):
     """Columns of the right accumulator in tiles of hopper_wide.py, whose left one has ``LEFT``; else 0."""
-    return max(form.columns - LEFT.value, 0)
+    return max(columns - LEFT.value, 0)
 
 
 @triton.constexpr_function
@@ -144,7 +144,7 @@ if HAS_GLUON:
         STAGES: gl.constexpr = FORM.stages
         BLOCK_K: gl.constexpr = FORM.block_k
         a_stages = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, FORM.block_m // PARTS, BLOCK_K], a_desc.layout)
-        RIGHT: gl.constexpr = right_columns(FORM)
+        RIGHT: gl.constexpr = right_columns(FORM.columns)
         b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, FORM.block_n - RIGHT, BLOCK_K], b_descs[0].layout)
         b_right = b_stages
         if RIGHT > 0:
@@ -177,7 +177,7 @@ if HAS_GLUON:
         """Start loading the tiles of a and b at column ``start`` into stage ``slot``."""
         PARTS: gl.constexpr = parts(FORM.block_m)
         PART: gl.constexpr = FORM.block_m // PARTS
-        RIGHT: gl.constexpr = right_columns(FORM)
+        RIGHT: gl.constexpr = right_columns(FORM.columns)
         ready = ring.ready.index(slot)
         mbarrier.expect(ready, (FORM.block_m + FORM.block_n) * FORM.block_k)
         for part in gl.static_range(PARTS):

@@ -60,7 +60,7 @@ if HAS_GLUON:
         left_stage = left_stages.index(0 if IN_TURNS else WHO)
         right_stage = right_stages.index(0 if IN_TURNS else WHO)
         out_dtype: gl.constexpr = out_desc.dtype
-        RIGHT: gl.constexpr = right_columns(FORM)
+        RIGHT: gl.constexpr = right_columns(FORM.columns)
         COLUMNS: gl.constexpr = (LEFT if HAS_LEFT else 0) + (RIGHT if HAS_RIGHT else 0)
         # Operands of the epilogue are loaded before the product, unless that takes more registers than there are.
         EARLY: gl.constexpr = RIGHT < LEFT
@@ -115,23 +115,33 @@ if HAS_GLUON:
         BY: gl.constexpr = 2 if IN_TURNS else 1
         FIRST_STEP: gl.constexpr = WHO if IN_TURNS else 0
         FIRST_ROW: gl.constexpr = 0 if IN_TURNS else WHO * 64
+        # In the largest tile, rows of a in registers save a sixth of shared memory's reads, and leave no registers for
+        # products in flight: the other warpgroup multiplies while this one waits.
+        IN_FLIGHT: gl.constexpr = right_columns(FORM.columns) < LEFT
         left = gl.zeros((64, LEFT), gl.int32, accumulator(LEFT))
-        right = gl.zeros((64, right_columns(FORM)), gl.int32, accumulator(right_columns(FORM)))
+        right = gl.zeros((64, right_columns(FORM.columns)), gl.int32, accumulator(right_columns(FORM.columns)))
         slot = (total + FIRST_STEP) % STAGES
         phase = ((total + FIRST_STEP) // STAGES) & 1
         for step in range(FIRST_STEP, steps, BY):
             mbarrier.wait(ring.ready.index(slot), phase)
             a = ring.a_stages.index(slot).slice(FIRST_ROW, 64)
+            if not IN_FLIGHT:
+                a = a.load(gl.DotOperandLayout(0, accumulator(LEFT), 4))
             left = warpgroup_mma(a, ring.b_stages.index(slot).permute((1, 0)), left, is_async=True)
             right = warpgroup_mma(a, ring.b_right.index(slot).permute((1, 0)), right, is_async=True)
-            left, right = warpgroup_mma_wait(2, deps=(left, right))  # the products of the previous step are done
-            if step >= BY:
-                mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
+            if IN_FLIGHT:
+                left, right = warpgroup_mma_wait(2, deps=(left, right))  # the products of the previous step are done
+                if step >= BY:
+                    mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
+            else:
+                left, right = warpgroup_mma_wait(0, deps=(left, right))
+                mbarrier.arrive(ring.free.index(slot), count=1)
             for _ in gl.static_range(BY):
                 slot, phase = next_stage(slot, phase, STAGES)
-        left, right = warpgroup_mma_wait(0, deps=(left, right))
-        if not IN_TURNS:  # else nothing is loaded any more
-            mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
+        if IN_FLIGHT:
+            left, right = warpgroup_mma_wait(0, deps=(left, right))
+            if not IN_TURNS:  # else nothing is loaded any more
+                mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
         return left, right
 
     @gluon.jit
@@ -148,10 +158,10 @@ if HAS_GLUON:
         mbarrier.arrive(done.index(0), count=1)
         mbarrier.wait(done.index(0), 0)  # both are done with the stages
         of_left: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        of_right: gl.constexpr = gl.SwizzledSharedLayout(8, 1, right_columns(FORM) // 8, [1, 0])
+        of_right: gl.constexpr = gl.SwizzledSharedLayout(8, 1, right_columns(FORM.columns) // 8, [1, 0])
         PAIRS: gl.constexpr = FORM.stages // 2  # two stages of b have room for the sums of as many columns
         left_sums = reinterpret(ring.b_stages, gl.int32, [PAIRS, 64, LEFT], of_left).index(0)
-        right_sums = reinterpret(ring.b_right, gl.int32, [PAIRS, 64, right_columns(FORM)], of_right).index(0)
+        right_sums = reinterpret(ring.b_right, gl.int32, [PAIRS, 64, right_columns(FORM.columns)], of_right).index(0)
         if WHO == 0:
             right_sums.store(right)
         else:
@@ -162,7 +172,7 @@ if HAS_GLUON:
         if WHO == 0:
             left += left_sums.load(accumulator(LEFT))
         else:
-            right += right_sums.load(accumulator(right_columns(FORM)))
+            right += right_sums.load(accumulator(right_columns(FORM.columns)))
         return left, right
 
     @gluon.jit

@@ -5,11 +5,15 @@ A tile's time is the sum of what does not overlap:
 - what a launch takes, once;
 - what a round takes beside its product, above all the epilogue; there are ``ceil(tiles / multiprocessors)`` rounds;
 - the latency of 1,024 channels, once, since the tiles of a multiprocessor hide each other's;
+- on Hopper's own kernel also their products, in every round;
 - the operands of all tiles, which the L2 cache delivers: ``tiles (block_m + block_n) K`` bytes.
 
-``python -m benchmarks.tile_costs`` measures 192 linears of 128 to 3,136 rows on an H100 and fits the figures below by
-least squares of relative errors (``other/2026-11-27-h100-tile-costs.json``). Estimates are within 9 percent (standard
-deviation), and the tile with the least takes 2 percent longer than the fastest of 30 in the geometric mean, 37 at most.
+``python -m benchmarks.tile_costs`` measures 256 linears of 128 to 3,136 rows and fits the figures below by least
+squares of relative errors: those of Hopper's own kernel on an H200 (``other/2026-11-29-h200-tile-costs.json``), the
+others on an H100 (``other/2026-11-27-h100-tile-costs.json``). Both chips have the same multiprocessors, and the H100's
+costs predict the H200's times of the tiles without TMA to 1 percent in the geometric mean. Estimates are within 10
+percent (standard deviation), and the tile with the least takes 0.7 percent longer than the fastest of eleven in the
+geometric mean, 30 at most.
 """
 
 from __future__ import annotations
@@ -19,7 +23,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from qframework.kernels.linear.tile import MAX_FEW_ROWS, PINGPONG, Tile
+from qframework.kernels.linear.tile import (
+    FLAT_160,
+    FLAT_192,
+    MAX_FEW_ROWS,
+    PINGPONG,
+    THIRDS,
+    WIDE_160,
+    WIDE_192,
+    Tile,
+)
 
 _MEMORY = 2.8e6  # bytes in a microsecond; the times of 64 rows are in other/2026-11-25-h100-small-linears.json
 HALF = (2.66, 1.157, 2.204, 0.208, 0.532)
@@ -40,12 +53,18 @@ class TileCost(NamedTuple):
     round: float
     channels: float  # 1,024 of them
     traffic: float  # a megabyte of operands
+    products: float = 0.0  # 1,024 channels of every round
 
 
 COSTS: Mapping[Tile, TileCost] = MappingProxyType(
     {
-        PINGPONG: TileCost(1.34, 1.82, 1.78, 0.06),
-        PINGPONG._replace(block_n=64, num_stages=7): TileCost(1.74, 0.71, 0.96, 0.08),
+        PINGPONG: TileCost(1.752, 1.443, 0.423, 0.021, 1.677),
+        PINGPONG._replace(block_n=64, num_stages=7): TileCost(1.531, 0.965, 0.585, 0.04, 0.578),
+        FLAT_160: TileCost(0.483, 2.919, 0.192, 0.02, 1.412),
+        FLAT_192: TileCost(0.424, 3.114, 0.245, 0.024, 1.312),
+        WIDE_160: TileCost(1.221, 2.796, 0.269, 0.016, 2.633),
+        WIDE_192: TileCost(1.076, 3.068, 0.279, 0.02, 2.865),
+        THIRDS: TileCost(1.529, 2.518, 0.158, 0.025, 2.913),
         Tile(64, 64, 128, 4, 4): TileCost(1.28, 0.63, 1.38, 0.07),
         Tile(64, 32, 128, 4, 4): TileCost(1.26, 0.47, 1.08, 0.07),
         Tile(64, 32, 256, 4, 6, tma=True, tma_store=True): TileCost(0.69, 1.59, 0.37, 0.11),
@@ -54,11 +73,12 @@ COSTS: Mapping[Tile, TileCost] = MappingProxyType(
 )
 
 
-def terms(tile: Tile, m: int, n: int, k: int, processors: int) -> tuple[float, float, float, float]:
+def terms(tile: Tile, m: int, n: int, k: int, processors: int) -> tuple[float, float, float, float, float]:
     """What the costs of a tile are multiplied with for ``a (m, k)`` and ``b (n, k)``."""
     tiles = math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
+    rounds = math.ceil(tiles / processors)
     megabytes = tiles * (tile.block_m + tile.block_n) * k / 1e6
-    return 1.0, math.ceil(tiles / processors), k / 1024, megabytes
+    return 1.0, rounds, k / 1024, megabytes, rounds * k / 1024 if tile.specialized else 0.0
 
 
 def tile_us(tile: Tile, m: int, n: int, k: int, processors: int) -> float:
@@ -83,7 +103,7 @@ def fastest_for_long_rows(tiles: Sequence[Tile], m: int, n: int, k: int, process
 
 
 def _cycles(tile: Tile, m: int, n: int, k: int, processors: int) -> float:
-    _, rounds, _, _ = terms(tile, m, n, k, processors)
+    _, rounds, *_ = terms(tile, m, n, k, processors)
     product = k / 32 * _STEP_CYCLES[tile.block_m, tile.block_n]
     epilogue = _EPILOGUE_CYCLES * tile.block_m * tile.block_n
     if tile.specialized == "pingpong":

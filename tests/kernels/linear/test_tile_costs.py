@@ -3,7 +3,18 @@
 import pytest
 
 from qframework.kernels.linear import tiles
-from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG, THIRDS, WIDE, Epilogue, Tile
+from qframework.kernels.linear.tile import (
+    COOPERATIVE,
+    FLAT_160,
+    FLAT_192,
+    PINGPONG,
+    THIRDS,
+    WIDE,
+    WIDE_160,
+    WIDE_192,
+    Epilogue,
+    Tile,
+)
 from qframework.kernels.linear.tile_candidates import allowed
 from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, tile_us
 from qframework.kernels.linear.tiles import general_tile
@@ -41,6 +52,20 @@ def test_a_round_that_is_hardly_begun_takes_other_tiles(monkeypatch, shape, tile
     """Of 12608 rows, 297 tiles of 128 x 256 take three rounds of 132 multiprocessors, and so do 396 of 192 x 128."""
     monkeypatch.setattr(tiles, "_table", lambda chip: {})
     assert chosen(*shape, "residual") == tile
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        ((1576, 768, 3072), (FLAT_160, FLAT_192)),  # 78 tiles of 128 x 128 leave 54 multiprocessors idle
+        ((1576, 768, 768), (FLAT_160, FLAT_192)),
+        ((2048, 1280, 5120), (WIDE_160,)),  # two rounds of 128 x 128, one of 128 x 160
+        ((392, 6144, 2048), (WIDE_192,)),  # one round of 128 x 192
+        ((2048, 4096, 1024), (PINGPONG,)),  # whole rounds
+    ],
+)
+def test_tiles_fill_a_round(shape, tiles):
+    assert chosen(*shape) in tiles
 
 
 def test_many_columns_are_read_in_groups_of_rows():
