@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from qframework import quantize_
+from qframework.compat.dispatch import LOSES_TANGENTS
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.export.expand_int8_linear import expand_int8_linear
 from qframework.quantizer import dynamic_int8, static_int8
@@ -84,6 +86,22 @@ def test_vmap_hides_no_gradient(config, data, backend) -> None:
     torch.testing.assert_close(y.detach(), model(X))
     with pytest.raises(QFrameworkError, match=REFUSED):
         y.sum().backward()
+
+
+@CONFIGS
+@pytest.mark.parametrize("backend", [None, "inductor", "qframework"])
+def test_no_tangent_is_lost(config, data, backend) -> None:
+    """A model that was compiled before, whose code Inductor would otherwise run without the tangent."""
+    model = compiled(quantize_(Block().eval(), config, data).requires_grad_(False), backend)
+    expected = model(X)
+    with forward_ad.dual_level():
+        with pytest.raises((UnsupportedError, RuntimeError), match="got a forward-mode derivative"):
+            model(forward_ad.make_dual(X, X))
+        if backend is None or not LOSES_TANGENTS:
+            torch.testing.assert_close(model(X), expected)
+    with pytest.raises(UnsupportedError, match=r"quantize: the call must be .*, got torch\.func\.jvp"):
+        torch.func.jvp(model, (X,), (X,))
+    torch.testing.assert_close(model(X), expected)
 
 
 @CONFIGS

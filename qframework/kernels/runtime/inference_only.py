@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from qframework.compat.dispatch import below_autograd, functorch_transforms_active
+from qframework.compat.dispatch import below_autograd, forward_level, functorch_transforms_active
 from qframework.compat.dynamo import is_exporting
 from qframework.errors import QFrameworkError
-from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_transforms
+from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_tangents, refuse_transforms
 
 
 class RefuseGradientArguments(NamedTuple):
@@ -92,8 +92,10 @@ def scale_of(scale: Tensor, x: Tensor) -> Tensor:
     hold the operator.
 
     Raises:
-        UnsupportedError: inside of torch.func.grad and its like.
+        UnsupportedError: inside of torch.func.grad and its like, and where ``x`` has a tangent.
     """
+    if forward_level() >= 0:
+        refuse_tangents("int8_linear", (x,))
     transformed = functorch_transforms_active()  # vmap hides whether x requires a gradient
     captured = is_exporting() or torch.jit.is_tracing()
     if not captured and (not torch.is_grad_enabled() or not (x.requires_grad or transformed)):
