@@ -22,7 +22,7 @@ from qframework.backend.report import LayerReport, Report
 from qframework.backend.uncaptured import note_on
 from qframework.backend.warm_up import warm_up
 from qframework.backend.zero_points import left_out, zero_points_of
-from qframework.compat.dispatch import below_autograd
+from qframework.compat.dispatch import below_autograd, forward_level
 from qframework.compat.dynamo import arguments_of, check_hints
 from qframework.compat.graph_breaks import GraphBreak, break_behind, when_skipped
 from qframework.fallbacks import Fallbacks
@@ -31,6 +31,7 @@ from qframework.graph.nodes import differentiates, layer_name, linear_call, oper
 from qframework.graph.rewrites.detached import NO_GRADIENT
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.runtime.call_site import register_call_sites
+from qframework.kernels.runtime.operator import refuse_tangents
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def qframework_backend(
     run_passes(lowering)
     report = Report(lowering.reports)
     watched = left_out(zero_points, lowering.constants)
-    checks = [*([watched.check] if watched is not None else []), *lowering.checks]
+    checks = [_refuse_tangents, *([watched.check] if watched is not None else []), *lowering.checks]
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
@@ -159,7 +160,7 @@ def qframework_backend(
         patches = {**ours, **settings.inductor}
         compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions, cache_key(settings))
     compiled = _below_autograd(compiled) if lowered and on_cpu else compiled
-    return _checked(compiled, checks) if checks else compiled
+    return _checked(compiled, checks)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -190,6 +191,12 @@ def _checked(compiled: Callable[..., Any], checks: Sequence[Callable[[Sequence[A
         return compiled(*args)
 
     return run
+
+
+def _refuse_tangents(args: Sequence[Any]) -> None:
+    """Raise UnsupportedError where an input has a tangent, which Inductor's code would drop."""
+    if forward_level() >= 0:
+        refuse_tangents("model compiled with backend='qframework'", tuple(args))
 
 
 def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ from qframework.graph.rewrites.out_of_place import write_out_of_place
 from qframework.graph.rewrites.read_parts import read_parts
 from qframework.graph.rewrites.scalar_constants import use_numbers
 from qframework.graph.rewrites.select_early import select_early
-from qframework.graph.rewrites.shorten import erase_inactive_dropouts, erase_unread_results
+from qframework.graph.rewrites.shorten import erase_inactive_dropouts, erase_scale_origins, erase_unread_results
 
 
 def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
@@ -93,13 +93,6 @@ def forget_grad_mode(lowering: Lowering) -> None:
     lowering.gm.recompile()
 
 
-def forget_origins_of_scales(lowering: Lowering) -> None:
-    """Let int8_linear read scales themselves: an inference graph has no backward pass that could refuse."""
-    for node in lowering.gm.graph.find_nodes(op="call_function", target=torch.ops.qframework.scale_of.default):
-        node.replace_all_uses_with(node.args[0])
-        lowering.gm.graph.erase_node(node)
-
-
 def forget_assertions(lowering: Lowering) -> None:
     """Erase what exports assert of dtypes and devices: guards fix these, and no block with an assertion is outlined."""
     for node in filter(is_assertion, list(lowering.gm.graph.nodes)):
@@ -109,7 +102,7 @@ def forget_assertions(lowering: Lowering) -> None:
 # Quantized layers become INT8 operators.
 LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
-    forget_origins_of_scales,
+    on_graph(erase_scale_origins),
     on_graph(erase_inactive_dropouts),
     on_graph(erase_unread_results),
     on_graph(join_calls),

@@ -21,6 +21,7 @@ from qframework.compat.operators import schema
 from qframework.errors import UnsupportedError
 from qframework.graph.attributes import add_attribute, attribute
 from qframework.graph.nodes import layer_name
+from qframework.graph.rewrites.shorten import erase_scale_origins
 
 _aten = torch.ops.aten
 _ours = torch.ops.qframework
@@ -34,6 +35,7 @@ def expand_int8_linear(gm: GraphModule) -> None:
     Raises:
         UnsupportedError: one has an epilogue, which the modules of ``quantize_`` do not have.
     """
+    erase_scale_origins(gm)
     for node in gm.graph.find_nodes(op="call_function", target=_INT8_LINEAR):
         with gm.graph.inserting_before(node):
             linear = _linear(gm, node, _arguments(node))

@@ -10,10 +10,12 @@ from lowered_models import Block, converted, example
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
+from torch.autograd import forward_ad
 
 from qframework import numerics
 from qframework.backend import compile
 from qframework.backend.float_linear import NO_FAST_PRODUCT
+from qframework.errors import UnsupportedError
 from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -87,6 +89,16 @@ def test_a_plain_float_model_is_left_to_inductor_and_trains():
     torch.testing.assert_close(y, model(x))
     y.sum().backward()
     assert model.fc1.weight.grad is not None
+
+
+@pytest.mark.parametrize("linear", ["off", "int8_dynamic"])
+def test_tangents_of_inputs_are_refused(linear):
+    model, x = Block().eval().requires_grad_(False), example()
+    compiled = torch.compile(model, backend="qframework", options={"linear": linear})
+    expected = compiled(x)
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match=r"model compiled .*, got a forward-mode deriv"):
+        compiled(forward_ad.make_dual(x, x))
+    torch.testing.assert_close(compiled(x), expected)
 
 
 def test_batch_sizes_share_a_compilation():

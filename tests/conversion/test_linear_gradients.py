@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from qframework import quantize_
+from qframework.compat.dispatch import LOSES_TANGENTS
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.export.expand_int8_linear import expand_int8_linear
 from qframework.quantizer import dynamic_int8, static_int8
 
 X = torch.randn(8, 16)
@@ -86,6 +89,22 @@ def test_vmap_hides_no_gradient(config, data, backend) -> None:
 
 
 @CONFIGS
+@pytest.mark.parametrize("backend", [None, "inductor", "qframework"])
+def test_no_tangent_is_lost(config, data, backend) -> None:
+    """A model that was compiled before, whose code Inductor would otherwise run without the tangent."""
+    model = compiled(quantize_(Block().eval(), config, data).requires_grad_(False), backend)
+    expected = model(X)
+    with forward_ad.dual_level():
+        with pytest.raises((UnsupportedError, RuntimeError), match="got a forward-mode derivative"):
+            model(forward_ad.make_dual(X, X))
+        if backend is None or not LOSES_TANGENTS:
+            torch.testing.assert_close(model(X), expected)
+    with pytest.raises(UnsupportedError, match=r"quantize: the call must be .*, got torch\.func\.jvp"):
+        torch.func.jvp(model, (X,), (X,))
+    torch.testing.assert_close(model(X), expected)
+
+
+@CONFIGS
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_derivatives_of_torch_func_are_refused(config, data, backend) -> None:
     model = quantize_(Block().eval(), config, data).requires_grad_(False)
@@ -118,9 +137,40 @@ def test_the_backend_compiles_the_same_graph_for_inputs_with_gradients(config, d
     assert not y.requires_grad
 
 
+CAPTURES = {
+    "export": lambda model: torch.export.export(model, (X,)).module(),
+    "strict export": lambda model: torch.export.export(model, (X,), strict=True).module(),
+    "decomposed export": lambda model: torch.export.export(model, (X,)).run_decompositions().module(),
+    "trace": lambda model: torch.jit.trace(model, X, check_trace=False),
+}
+
+
 @CONFIGS
-def test_exports_hold_the_operators_alone(config, data) -> None:
+@pytest.mark.parametrize(
+    ("capture", "backend"),
+    [*((capture, None) for capture in CAPTURES), ("export", "aot_eager"), ("export", "inductor")],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_captured_models_pass_on_no_gradient(config, data, capture, backend) -> None:
+    block = quantize_(Block().eval(), config, data).requires_grad_(False)
+    with torch.no_grad():
+        model, expected = compiled(CAPTURES[capture](block), backend), block(X)
+    x = X.clone().requires_grad_()
+    y = model(x)
+    torch.testing.assert_close(y, expected)
+    with pytest.raises(QFrameworkError, match=REFUSED):
+        y.sum().backward()
+    assert x.grad is None
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    assert not model(X).requires_grad
+
+
+@CONFIGS
+def test_files_hold_the_scales_themselves(config, data) -> None:
     model = quantize_(Block().eval(), config, data)
-    for strict in (False, True):
-        program = torch.export.export(model, (X,), strict=strict)
-        assert torch.ops.qframework.scale_of.default not in [node.target for node in program.graph.nodes]
+    gm = torch.export.export(model, (X,)).module()
+    expand_int8_linear(gm)
+    targets = [node.target for node in gm.graph.nodes]
+    assert torch.ops.aten.linear.default in targets
+    assert torch.ops.qframework.scale_of.default not in targets

@@ -7,9 +7,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import qframework
+from qframework.compat.dispatch import LOSES_TANGENTS
+from qframework.errors import UnsupportedError
 from qframework.graph.rewrites import detached
 from qframework.quantizer import QuantizationConfig, dynamic_attention, dynamic_int8, static_int8
 
@@ -47,6 +50,25 @@ def test_outputs_carry_no_gradient(config, tmp_path, caplog) -> None:
         y = lowered(x.clone().requires_grad_())["sum"]
         assert not y.requires_grad
         torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("backend", [None, "inductor", "qframework"])
+def test_no_derivative_passes_beside_a_layer(backend) -> None:
+    x = torch.randn(8, 16)
+    quantized = qframework.quantize(Residual().eval(), x, static_int8(), [x]).requires_grad_(False)
+    torch._dynamo.reset()
+    model = quantized if backend is None else torch.compile(quantized, backend=backend)
+    expected = model(x)["sum"]
+    with forward_ad.dual_level():
+        with pytest.raises(UnsupportedError, match=r"model.*: the call must be .*, got a forward-mode derivative"):
+            model(forward_ad.make_dual(x, x))
+        if backend is None or not LOSES_TANGENTS:
+            torch.testing.assert_close(model(x)["sum"], expected)
+    with pytest.raises(UnsupportedError, match=r"quantized model: the call must be .*, got torch\.func\.jvp"):
+        torch.func.jvp(model, (x,), (x,))
+    with pytest.raises(UnsupportedError, match=r"quantized model: the call must not compute derivatives, got"):
+        torch.func.grad(lambda x: model(x)["sum"].sum())(x)
+    torch.testing.assert_close(torch.vmap(model)(x[None])["sum"][0], expected)
 
 
 class Attention(nn.Module):

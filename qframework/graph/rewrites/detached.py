@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.compat import pytree
+from qframework.compat.dispatch import forward_level, functorch_transforms_active
 from qframework.compat.dynamo import is_exporting
 from qframework.compat.graphs import call_on_copies
 from qframework.compat.operators import OpOverload
+from qframework.errors import UnsupportedError
+from qframework.kernels.runtime.operator import refuse_tangents
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,12 @@ def _quantizes(node: Node) -> bool:
 
 
 def _add_hook(gm: GraphModule) -> None:
-    gm.register_forward_hook(_detached)
+    gm.register_forward_hook(_detached, with_kwargs=True)
 
 
-def _detached(model: Any, inputs: Any, outputs: Any) -> Any:
+def _detached(model: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
+    if forward_level() >= 0:
+        refuse_tangents("quantized model", tuple(pytree.tree_leaves((args, kwargs, outputs))))
     if is_exporting() or torch.jit.is_tracing() or not torch.is_grad_enabled():
         return outputs
     return pytree.tree_map_only(Tensor, _detach, outputs)
@@ -55,6 +60,8 @@ def _detached(model: Any, inputs: Any, outputs: Any) -> Any:
 def _detach(x: Tensor) -> Tensor:
     if not x.requires_grad:
         return x
+    if functorch_transforms_active():
+        raise UnsupportedError("quantized model: the call must not compute derivatives, got a transform of torch.func")
     if not torch.compiler.is_dynamo_compiling():
         _tell()
     return x.detach()

@@ -34,6 +34,16 @@ def erase_inactive_dropouts(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+def erase_scale_origins(gm: GraphModule) -> None:
+    """Let ``int8_linear`` read scales themselves, in place and without recompiling.
+
+    For graphs without a backward pass that could refuse gradients.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.qframework.scale_of.default):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+
 def erase_unread_results(gm: GraphModule) -> None:
     """Erase operators whose result nothing reads, in place and without recompiling; also writes to memory of that kind.
 

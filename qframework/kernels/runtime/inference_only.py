@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from qframework.compat.dispatch import functorch_transforms_active
+from qframework.compat.dispatch import below_autograd, forward_level, functorch_transforms_active
 from qframework.compat.dynamo import is_exporting
 from qframework.errors import QFrameworkError
-from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_transforms
+from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_tangents, refuse_transforms
 
 
 class RefuseGradientArguments(NamedTuple):
@@ -88,17 +88,19 @@ def scale_of(scale: Tensor, x: Tensor) -> Tensor:
     """``scale``, which autograd takes to depend on ``x``: so does a product of ``x`` in integers then, if it reads it.
 
     Of integers themselves autograd knows no origin: the gradient of a residual would pass for that of the sum. In
-    graphs below autograd it is a view. Exports and traces of TorchScript hold ``scale`` itself.
+    graphs below autograd it is a view. Exports and traces of TorchScript, which may be called with gradients later,
+    hold the operator.
 
     Raises:
-        UnsupportedError: inside of torch.func.grad and its like.
+        UnsupportedError: inside of torch.func.grad and its like, and where ``x`` has a tangent.
     """
+    if forward_level() >= 0:
+        refuse_tangents("int8_linear", (x,))
     transformed = functorch_transforms_active()  # vmap hides whether x requires a gradient
-    if not torch.is_grad_enabled() or not (x.requires_grad or transformed):
+    captured = is_exporting() or torch.jit.is_tracing()
+    if not captured and (not torch.is_grad_enabled() or not (x.requires_grad or transformed)):
         return scale
-    if is_exporting() or torch.jit.is_tracing():
-        return scale
-    if torch.compiler.is_dynamo_compiling() or transformed:  # by Dynamo's graphs, and below vmap
+    if captured or torch.compiler.is_dynamo_compiling() or transformed:  # by Dynamo's graphs, and below vmap
         linked: Tensor = torch.ops.qframework.scale_of.default(scale, x)
         return linked
     if scale.requires_grad and type(x) is Tensor:  # a dynamic scale, outside of compilers
@@ -107,6 +109,10 @@ def scale_of(scale: Tensor, x: Tensor) -> Tensor:
 
 
 def _scale_of(scale: Tensor, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled() or not x.requires_grad:  # decompositions of an export keep the operator
+        with below_autograd():
+            copied: Tensor = torch.ops.qframework.scale_of.default(scale, x)
+        return copied
     refuse_transforms("int8_linear")
     linked: Tensor = _ScaleOf.apply(scale.detach(), x)  # detached: PyTorch would warn that a dynamic one has no formula
     return linked

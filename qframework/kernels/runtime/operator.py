@@ -87,8 +87,11 @@ def refuse_tangents(operator: str, arguments: tuple[Any, ...]) -> None:
     """Raise UnsupportedError where an argument has a tangent, which implementations below autograd would drop.
 
     Call it only where a level of forward-mode AD is active, so that other calls pay for one comparison. Inside
-    ``torch.func.jvp`` implementations cannot see which arguments have a tangent, so every call is refused.
+    ``torch.func.jvp`` implementations cannot see which arguments have a tangent, so every call is refused. Code that
+    Dynamo traces gets a guard on the level: compiled outside of one, it is traced anew inside.
     """
+    if torch.compiler.is_dynamo_compiling():
+        refuse_capture(operator)
     passed = is_key_excluded(DispatchKey.ADInplaceOrView)
     if passed or not is_fwd_grad_enabled():  # the caller is a tensor subclass or an autograd function
         return
@@ -109,13 +112,20 @@ def _outside_dual_levels(operator: str, fake: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fake)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if forward_level() >= 0:
-            raise UnsupportedError(
-                f"{operator}: the call must be a plain one or under reverse-mode autograd, got a forward-mode "
-                "derivative, or a compilation inside of one. Call the compiled function once before"
-            )
+            refuse_capture(operator)
         return fake(*args, **kwargs)
 
     return run
+
+
+def refuse_capture(operator: str) -> None:
+    """Raise UnsupportedError inside of a level of forward-mode AD where a graph would lose tangents."""
+    if LOSES_TANGENTS:
+        raise UnsupportedError(
+            f"{operator}: the call must be a plain one or under reverse-mode autograd, got a forward-mode "
+            "derivative, or a compilation inside of one, which loses tangents before PyTorch 2.12. Call the function "
+            "outside of forward_ad.dual_level()"
+        )
 
 
 def _without_autocast(packet: str, overload: str, device: str) -> Callable[..., Any]:
