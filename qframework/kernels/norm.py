@@ -33,7 +33,7 @@ from qframework.kernels.runtime.checks import (
     rows_of,
 )
 from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
+from qframework.kernels.runtime.launch import cdiv, launch, tile_of_rows, warm_up
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import integers, round_to_int8
@@ -296,7 +296,7 @@ def _call(
     """
     rows = rows_of(x.x)
     channels = rows.shape[1]
-    block_m, block_c, warps = tile(channels)
+    block_m, block_c, warps = tile_of_rows(channels)
     weight, bias = (out if each is None else each.contiguous() for each in (x.weight, x.bias))
     added = out.view(rows.shape) if residual is None else rows_of(residual)
     given = (out if each is None else each for each in (total, out, scale))
@@ -321,18 +321,6 @@ def _call(
         (*pointers, rows.shape[0], rows.stride(0), added.stride(0), x.eps),
         constants,
     )
-
-
-def tile(channels: int) -> tuple[int, int, int]:
-    """Rows and channels of a program, and its number of warps.
-
-    A program has 2,048 values, or one longer row; a warp has 1,024 of them, or the whole row of 513 to 2,048 values.
-    Measured on an H100 (``other/2026-11-27-h100-norm-quantize.json``): within 9 percent of the best at every size.
-    Programs with a single row of up to 1,024 values take 50 percent longer.
-    """
-    block_c = max(power_of_2(channels), 16)
-    warps = 1 if 512 < block_c <= 2048 else max(block_c // 1024, 2)
-    return max(2048 // block_c, 1), block_c, warps
 
 
 def _norm_quantize_cpu(x: NormQuantizeArguments) -> Tensor:

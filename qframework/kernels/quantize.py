@@ -31,7 +31,7 @@ from qframework.kernels.runtime.checks import (
 )
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.inference_only import scale_of
-from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
+from qframework.kernels.runtime.launch import cdiv, launch, tile_of_rows, warm_up
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_and_shift, round_to_int8
@@ -107,28 +107,31 @@ def dynamic_quantize_ref(x: Tensor, granularity: ActivationGranularity) -> tuple
     return numerics.quantize(x, scale), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _quantize_kernel(
     x_ptr,  # (M, C) float
     scale_ptr,  # (P,) fp32, row m uses m % P
     zero_point_ptr,  # (1,) int32
     q_ptr,  # (M, C) int8
+    M,
     C,
     P,
     stride_xm,
     ZERO_POINT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """q = round(x / scale) + zero_point. Grid (M, cdiv(C, BLOCK_C)); a program quantizes BLOCK_C values of one row."""
+    """q = round(x / scale) + zero_point. Grid (cdiv(M, BLOCK_M), cdiv(C, BLOCK_C))."""
     wait_for_previous_kernel(OVERLAP)
-    m = tl.program_id(0).to(tl.int64)
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (m < M)[:, None] & (c < C)[None, :]
     scale = tl.load(scale_ptr + m % P)
-    x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
-    steps = x * tl.math.div_rn(1.0, scale)
+    x = tl.load(x_ptr + (m * stride_xm)[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    steps = x * tl.math.div_rn(1.0, scale)[:, None]
     q = round_and_shift(steps, tl.load(zero_point_ptr)) if ZERO_POINT else round_to_int8(steps)
-    tl.store(q_ptr + m * C + c, q, mask=c < C)
+    tl.store(q_ptr + (m * C)[:, None] + c[None, :], q, mask=inside)
 
 
 @triton.jit
@@ -138,39 +141,48 @@ def row_scale_of(amax, nan, MIN_SCALE: tl.constexpr):
     return tl.where(nan > 0, float("nan"), scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _dynamic_quantize_kernel(
     x_ptr,  # (M, C) float
     q_ptr,  # (M, C) int8
     scale_ptr,  # (M,) fp32
+    M,
     C,
     stride_xm,
     MIN_SCALE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """scale = max|x| / 127 and q = round(x / scale) for one row. Grid (M,); rows longer than BLOCK_C are read twice."""
+    """scale = max|x| / 127 and q = round(x / scale) for BLOCK_M rows. Grid (cdiv(M, BLOCK_M),).
+
+    Rows of up to BLOCK_C values (WHOLE) are read once, longer ones twice.
+    """
     wait_for_previous_kernel(OVERLAP)
-    m = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK_C)
-    amax = tl.zeros((BLOCK_C,), tl.float32)
-    nan = tl.zeros((BLOCK_C,), tl.int32)
-    for start in range(0, C, BLOCK_C):
-        c = start + offsets
-        x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
-        amax = tl.maximum(amax, tl.abs(x))
-        nan = nan | (x != x).to(tl.int32)  # maximum ignores NaN, which must reach the scale
-    scale = row_scale_of(tl.max(amax, 0), tl.max(nan, 0), MIN_SCALE)
-    tl.store(scale_ptr + m, scale)
-    inv_scale = tl.math.div_rn(1.0, scale)
-    for start in range(0, C, BLOCK_C):
-        c = start + offsets
-        x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
-        tl.store(q_ptr + m * C + c, round_to_int8(x * inv_scale), mask=c < C)
-
-
-def _block_c(columns: int) -> int:
-    return min(max(power_of_2(columns), 16), _MAX_BLOCK_C)
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    given, written = x_ptr + (m * stride_xm)[:, None], q_ptr + (m * C)[:, None]
+    if WHOLE:
+        c = tl.arange(0, BLOCK_C)[None, :]
+        inside = (m < M)[:, None] & (c < C)
+        x = tl.load(given + c, mask=inside, other=0.0).to(tl.float32)
+        scale = row_scale_of(tl.max(tl.abs(x), 1), tl.max((x != x).to(tl.int32), 1), MIN_SCALE)
+        tl.store(written + c, round_to_int8(x * tl.math.div_rn(1.0, scale)[:, None]), mask=inside)
+    else:
+        amax = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+        nan = tl.zeros((BLOCK_M, BLOCK_C), tl.int32)
+        for start in range(0, C, BLOCK_C):
+            c = start + tl.arange(0, BLOCK_C)[None, :]
+            x = tl.load(given + c, mask=(m < M)[:, None] & (c < C), other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.abs(x))
+            nan = nan | (x != x).to(tl.int32)  # maximum ignores NaN, which must reach the scale
+        scale = row_scale_of(tl.max(amax, 1), tl.max(nan, 1), MIN_SCALE)
+        for start in range(0, C, BLOCK_C):
+            c = start + tl.arange(0, BLOCK_C)[None, :]
+            inside = (m < M)[:, None] & (c < C)
+            x = tl.load(given + c, mask=inside, other=0.0).to(tl.float32)
+            tl.store(written + c, round_to_int8(x * tl.math.div_rn(1.0, scale)[:, None]), mask=inside)
+    tl.store(scale_ptr + m, scale, mask=m < M)
 
 
 def quantize_triton(x: QuantizeArguments) -> Tensor:
@@ -180,11 +192,12 @@ def quantize_triton(x: QuantizeArguments) -> Tensor:
     q = x.empty_result()
     if q.numel():
         rows = rows_of(x.x)
-        block = min(_block_c(rows.shape[1]), 2048)
-        grid = (rows.shape[0], cdiv(rows.shape[1], block))
+        block_m, block_c, warps = tile_of_rows(min(rows.shape[1], 2048))
+        grid = (cdiv(rows.shape[0], block_m), cdiv(rows.shape[1], block_c))
         zero_point = period if x.zero_point is None else x.zero_point
-        sizes = (rows.shape[1], period.numel(), rows.stride(0))
-        constants = {"ZERO_POINT": x.zero_point is not None, "BLOCK_C": block}
+        sizes = (*rows.shape, period.numel(), rows.stride(0))
+        blocks = {"BLOCK_M": block_m, "BLOCK_C": block_c, "num_warps": warps}
+        constants = {"ZERO_POINT": x.zero_point is not None, **blocks}
         launch(_quantize_kernel, grid)(rows, period, zero_point, q, *sizes, **constants)
     return q
 
@@ -219,9 +232,11 @@ def _leaves_scale_to_torch(x: DynamicQuantizeArguments) -> bool:
 def _dynamic_call(x: Tensor, q: Tensor, scale: Tensor) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of the launch."""
     rows = rows_of(x)
-    block = _block_c(rows.shape[1])
-    constants = {"MIN_SCALE": MIN_SCALE, "BLOCK_C": block, "num_warps": 4 if block <= 2048 else 8}
-    return (rows.shape[0],), (rows, q, scale, rows.shape[1], rows.stride(0)), constants
+    block_m, block_c, warps = tile_of_rows(min(rows.shape[1], _MAX_BLOCK_C))
+    blocks = {"BLOCK_M": block_m, "BLOCK_C": block_c, "num_warps": warps}
+    constants = {"MIN_SCALE": MIN_SCALE, "WHOLE": rows.shape[1] <= block_c, **blocks}
+    grid = (cdiv(rows.shape[0], block_m),)
+    return grid, (rows, q, scale, *rows.shape, rows.stride(0)), constants
 
 
 def _quantize_cpu(x: QuantizeArguments) -> Tensor:

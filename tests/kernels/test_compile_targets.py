@@ -36,7 +36,7 @@ from qframework.kernels.linear.tile_candidates import candidates
 from qframework.kernels.linear.tiles import GATED, choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
-from qframework.kernels.runtime.launch import OPTIONS
+from qframework.kernels.runtime.launch import OPTIONS, tile_of_rows
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 from qframework.kernels.transpose import _transpose_rows_kernel
 
@@ -357,19 +357,19 @@ def test_the_table_is_looked_up(m):
     assert not choose_tile(m, 768, 768, (9, 0), 132, "float", tma=False).tma
 
 
-@pytest.mark.parametrize("columns", [768, 8192])
+@pytest.mark.parametrize("columns", [64, 768, 8192, 10_000])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_quantize(chip, columns, tmp_path):
-    types = {"x_ptr": "*fp16", "scale_ptr": "*fp32", "q_ptr": "*i8", "C": "i32", "stride_xm": "i32"}
-    block = 1 << (columns - 1).bit_length()
-    one_scale = types | {"zero_point_ptr": "*i32", "P": "i32"}
-    static = [
-        compile_for(
-            chip, _quantize_kernel, one_scale, {"ZERO_POINT": zero_point, "BLOCK_C": min(block, 2048)}, num_warps=4
-        )
-        for zero_point in (False, True)
-    ]
-    dynamic = compile_for(chip, _dynamic_quantize_kernel, types, {"BLOCK_C": block, "MIN_SCALE": 2.0**-60}, num_warps=8)
+    sizes = dict.fromkeys(("M", "C", "P", "stride_xm"), "i32")
+    types = sizes | {"x_ptr": "*fp16", "scale_ptr": "*fp32", "zero_point_ptr": "*i32", "q_ptr": "*i8"}
+
+    def compiled_for(kernel, most, **constants):
+        block_m, block_c, warps = tile_of_rows(min(columns, most))
+        blocks = {"BLOCK_M": block_m, "BLOCK_C": block_c}
+        return compile_for(chip, kernel, types, constants | blocks, num_warps=warps)
+
+    static = [compiled_for(_quantize_kernel, 2048, ZERO_POINT=given) for given in (False, True)]
+    dynamic = compiled_for(_dynamic_quantize_kernel, 8192, MIN_SCALE=2.0**-60, WHOLE=columns <= 8192)
     for compiled in (*static, dynamic):
         assert stack_bytes(compiled, tmp_path) == 0
 

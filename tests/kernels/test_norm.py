@@ -10,7 +10,8 @@ from test_compile_targets import CHIPS, compile_for, stack_bytes
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import norm as norms
-from qframework.kernels.norm import MAX_CHANNELS, NORM, NORM_DYNAMIC_QUANTIZE, NORM_QUANTIZE, tile
+from qframework.kernels.norm import MAX_CHANNELS, NORM, NORM_DYNAMIC_QUANTIZE, NORM_QUANTIZE
+from qframework.kernels.runtime.launch import tile_of_rows
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 from qframework.numerics import MIN_SCALE
 
@@ -178,7 +179,7 @@ def test_bad_input():
 @pytest.mark.sample(1 / 8)
 def test_the_kernel_compiles(chip, channels, form, adds, tmp_path):
     """Without spills; rows within one warp need no barrier."""
-    block_m, block_c, warps = tile(channels)
+    block_m, block_c, warps = tile_of_rows(channels)
     quantizes = form != "norm"
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "sum_ptr"), "*fp16")
     pointers |= {"out_ptr": "*i8" if quantizes else "*fp16", "scale_ptr": "*fp32"}

@@ -21,7 +21,7 @@ from qframework.kernels.quantize import (
 from qframework.numerics import MIN_SCALE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SHAPES = [(197, 768), (2, 7, 123), (1,), (3, 5, 2, 40), (4, 9000), (2, 16384)]
+SHAPES = [(67, 24), (33, 200), (197, 768), (2, 7, 123), (1,), (3, 5, 2, 40), (4, 9000), (2, 16384)]
 
 
 @pytest.fixture
