@@ -1,8 +1,8 @@
-"""Whether INT8 pays for a linear layer of few rows on Hopper, by estimated times.
+"""Whether INT8 with scales per token pays for a linear layer on Hopper, by estimated times.
 
 Up to some thousand rows, a product takes 2 to 10 us in either precision, so that what quantizes its input decides, and
 what quantizes its weight if each call does. Layers that read the same tensor share its quantization. Estimates of
-products were fitted to 192 linears (tile_costs.py); those of quantizations are differences of the kernels of eight
+products were fitted to 256 linears (tile_costs.py); those of quantizations are differences of the kernels of eight
 whole models at batch 1 (``other/2026-11-27-h100-batch-1.json``):
 
 - a norm, or operations on rows that Inductor keeps in registers, quantize their result in the same kernel;
@@ -13,8 +13,15 @@ whole models at batch 1 (``other/2026-11-27-h100-batch-1.json``):
 - a convolution with a kernel of our own (lower_depthwise.py) writes floats, since a scale for each pixel costs it more
   than it saves. Its rows are many, and traffic with memory decides.
 
-Layers that read the same quantized tensor take less time as one product (merge_linears.py). Of 48 measured triples of
-equal layers, all saved time, 16 to 68 percent of it, and the estimates of that share are -10 to +22 percentage points
+Of more rows, traffic with memory decides. Norms and operations save some of it, since they write integers. What no
+kernel of Inductor computes is read and written once more. ``other/2026-11-29-h200-dynamic-linears.json`` has layers
+between their neighbours, of 6,272 to 100,352 rows: behind such a kernel and without a residual, INT8 took up to half as
+long again with 192 to 512 inputs. Of 81 layers there, estimates by the memory's rate decide 11 wrongly, seven of them
+at a cost of 9 percent at most, four of 128 and 768 inputs at 12 to 27. GELU between two layers lost up to 15 percent
+with 6 to 13 million values, and won with more.
+
+Layers that read the same quantized tensor take less time as one product (merge_linears.py). Of 64 measured triples of
+equal layers, all saved time, 14 to 70 percent of it, and the estimates of that share are -14 to +8 percentage points
 off.
 """
 
@@ -36,18 +43,20 @@ from qframework.graph.nodes import RESHAPES, LinearCall, argument, behind, fake_
 from qframework.graph.norms import norm_call
 from qframework.graph.shapes import Size, traced_size
 from qframework.kernels.linear.tile import MAX_FEW_ROWS
-from qframework.kernels.linear.tile_costs import half_us, int8_us, memory_us
-from qframework.kernels.runtime.chip import capability_of, chip_of
+from qframework.kernels.linear.tile_costs import MEMORY, half_us, int8_us, memory_us
+from qframework.kernels.runtime.chip import capability_of, chip_of, memory_rate_of
 
 _MOST_ROWS = 32768  # of rearranged channels
-_FEW_VALUES = 4096 * 1024  # of the input, up to which more rows than were measured take as little time
+_FEW_VALUES = 4096 * 1024  # of the input, up to which more rows than were measured take as little time,
+_FEW_OF_OPERATIONS = 4 * _FEW_VALUES  # and of operations
 _LONGEST = 1024  # values of a row that Inductor keeps in registers
 _WITH_A_NORM, _WITH_OPERATIONS, _OF_CHANNELS = 0.45, 1.0, 5.9  # us more than without quantization
 _OF_A_ROW = 1 / 2200  # us, added to the first two of them
 _TWICE, _TWICE_FEW = 4.5, 2.0  # the second up to 64 rows
-_ALONE, _ALONE_BYTES = 1.4, 2.0e6  # us, and bytes in a us
+_ALONE = 1.4  # us, and 3 bytes of memory's traffic for a value
 _WEIGHT, _WEIGHT_BYTES = 0.3, 2.3e6
 _ACTIVATION = 1.9  # us of a kernel that INT8 saves, since its epilogue computes the activation
+_SHARE = 0.84  # of the memory's rate that kernels reach
 _BYTES = 2.5e6  # in a us: a sum that the next norm's kernel would write and read otherwise
 _LEAST_SAVED = 0.2  # of the time of separate products, by estimate: below, they may save nothing
 _OPERATIONS = {"add", "sub", "mul", "div", "relu", "gelu", "silu", "sigmoid", "tanh", "dropout", "pow", "addcmul"}
@@ -93,24 +102,25 @@ def _gain(linear: Node, call: LinearCall, frozen: bool) -> LinearGain | None:
     processors = None if x is None else _multiprocessors(x.device)
     if x is None or processors is None or x.dtype.itemsize != 2:
         return None
+    memory = _memory(x.device)
     rows, inputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(x.shape[-1])
     if not inputs or not 0 < rows < _most_rows(call.input, inputs):
         return None
     in_float = in_int8 = 0.0
     joined = 0  # outputs of layers that are one product (merge_linears.py)
-    quantize = 0.0 if _is_quantized(call.input) else _input_us(call.input, rows, inputs)
+    quantize = 0.0 if _is_quantized(call.input) else _input_us(call.input, rows, inputs, memory)
     for each in [user for user in call.input.users if (read := linear_call(user)) and read.input is call.input]:
         fake = fake_value(each)
         outputs = 0 if fake is None else traced_size(fake.shape[-1])
         if not outputs:
             return None
-        in_float += half_us(rows, outputs, inputs) + _behind_float_us(each, rows * outputs)
+        in_float += half_us(rows, outputs, inputs, memory) + _behind_float_us(each, rows * outputs, memory)
         quantize += 0.0 if frozen else _WEIGHT + 3 * outputs * inputs / _WEIGHT_BYTES
         if frozen and find_epilogue(each).end is each:
             joined += outputs
         else:
-            in_int8 += int8_us(rows, outputs, inputs, processors)
-    in_int8 += int8_us(rows, joined, inputs, processors) if joined else 0.0
+            in_int8 += int8_us(rows, outputs, inputs, processors, memory)
+    in_int8 += int8_us(rows, joined, inputs, processors, memory) if joined else 0.0
     return LinearGain(in_float, in_int8, quantize)
 
 
@@ -134,16 +144,22 @@ def pays_to_join(x: Tensor, outputs: Sequence[Size]) -> bool:
     return saved >= max(_LEAST_SAVED * apart, memory_us(sum(sizes) * inputs))
 
 
-def _behind_float_us(linear: Node, results: int) -> float:
+def _behind_float_us(linear: Node, results: int, memory: float) -> float:
     """What other kernels take for the epilogue that INT8 would have."""
     epilogue = find_epilogue(linear)
-    activation = _ACTIVATION if epilogue.activation != "none" else 0.0
+    activation = max(_ACTIVATION, memory_us(4 * results, memory)) if epilogue.activation != "none" else 0.0
     return activation + (4 * results / _BYTES if epilogue.residual is not None else 0.0)
 
 
 def _multiprocessors(device: torch.device) -> int | None:
     """Of a Hopper GPU; None for every other device."""
     return chip_of(device)[1] if capability_of(device) == (9, 0) else None
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes that kernels move in a microsecond."""
+    rate = memory_rate_of(device)
+    return MEMORY if rate is None else _SHARE * rate
 
 
 def _is_quantized(x: Node) -> bool:
@@ -154,15 +170,20 @@ def _is_quantized(x: Node) -> bool:
 def _most_rows(x: Node, channels: int) -> float:
     """From how many rows of ``x`` on nothing was measured."""
     convolution = _convolution_behind(x)
-    if convolution is None:
+    if convolution is not None:
+        return math.inf if has_own_kernel(convolution) else _MOST_ROWS
+    source = behind(x, _VIEWS)
+    if norm_call(source) is not None or reads_columns(x) or channels > _LONGEST:
         return max(keep_quantize.MANY_ROWS, _FEW_VALUES / channels)
-    return math.inf if has_own_kernel(convolution) else _MOST_ROWS
+    if operation(source) in _OPERATIONS:
+        return _FEW_OF_OPERATIONS / channels
+    return math.inf
 
 
-def _input_us(x: Node, rows: int, channels: int) -> float:
+def _input_us(x: Node, rows: int, channels: int, memory: float) -> float:
     """What quantizing ``x (rows, channels)`` takes beside what is computed anyway."""
     if (convolution := _convolution_behind(x)) is not None:
-        return _alone_us(rows, channels) if has_own_kernel(convolution) else _OF_CHANNELS
+        return _alone_us(rows, channels, memory) if has_own_kernel(convolution) else _OF_CHANNELS
     if reads_columns(x):
         return _OF_CHANNELS
     x = behind(x, _VIEWS)
@@ -172,7 +193,7 @@ def _input_us(x: Node, rows: int, channels: int) -> float:
         return _WITH_OPERATIONS + _OF_A_ROW * rows
     if operation(x) in _OPERATIONS:
         return _TWICE if rows > MAX_FEW_ROWS else _TWICE_FEW
-    return _alone_us(rows, channels)
+    return _alone_us(rows, channels, memory)
 
 
 def reads_columns(x: Node) -> bool:
@@ -188,9 +209,9 @@ def _turns_linear(x: Any) -> bool:
     return linear_call(source) is not None or keep_quantize.is_written_by_int8_linear(source)
 
 
-def _alone_us(rows: int, channels: int) -> float:
+def _alone_us(rows: int, channels: int, memory: float) -> float:
     """What a quantization takes in a kernel of its own."""
-    return _ALONE + 3 * rows * channels / _ALONE_BYTES
+    return _ALONE + memory_us(3 * rows * channels, memory)
 
 
 def _convolution_behind(x: Node) -> Node | None:

@@ -39,6 +39,7 @@ from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
 _MAX_BLOCK_C = 8192
+_FEW_ROWS = 1024  # up to which a program has 1,024 values and four warps (``other/2026-11-29-h200-quantize.json``)
 
 
 class QuantizeArguments(NamedTuple):
@@ -233,6 +234,8 @@ def _dynamic_call(x: Tensor, q: Tensor, scale: Tensor) -> tuple[tuple[int], tupl
     """Grid, arguments and constants of the launch."""
     rows = rows_of(x)
     block_m, block_c, warps = tile_of_rows(min(rows.shape[1], _MAX_BLOCK_C))
+    if rows.shape[0] <= _FEW_ROWS and block_c <= 2048:
+        block_m, warps = max(1024 // block_c, 1), 4
     blocks = {"BLOCK_M": block_m, "BLOCK_C": block_c, "num_warps": warps}
     constants = {"MIN_SCALE": MIN_SCALE, "WHOLE": rows.shape[1] <= block_c, **blocks}
     grid = (cdiv(rows.shape[0], block_m),)

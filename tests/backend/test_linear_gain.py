@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.tile_costs import half_us, int8_us
 
-STORED = Path(__file__).parents[2] / "benchmarks/results/other/2026-11-27-h100-tile-costs.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/other"
+STORED = RESULTS / "2026-11-29-h200-tile-costs.json"
 
 
 class Mlp(nn.Module):
@@ -187,9 +189,12 @@ class TestFewRows:
         assert not report.fallback
 
     def test_many_rows_float32_and_other_chips_are_not_estimated(self, monkeypatch):
+        assert lowered(Mlp(128), (2, 100, 128)) == {"first.0"}
         monkeypatch.setattr(keep_quantize, "MANY_ROWS", 200)
         monkeypatch.setattr(linear_gain, "_FEW_VALUES", 200 * 128)
-        assert lowered(Behind(128), (1, 2, 100, 128)) == {"proj"}
+        monkeypatch.setattr(linear_gain, "_FEW_OF_OPERATIONS", 200 * 512)
+        torch._dynamo.reset()
+        assert lowered(Mlp(128), (2, 100, 128)) == {"first.0", "fc2"}
         monkeypatch.undo()
         monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
         assert lowered(Behind(128), (1, 2, 100, 128), dtype=torch.float32) == {"proj"}
@@ -250,7 +255,7 @@ class TestEstimates:
         assert gain.quantize_us == pytest.approx(us)
 
     @pytest.mark.parametrize(
-        ("rows", "width", "estimated"), [(5000, 256, True), (5000, 1024, False), (4000, 2048, True)]
+        ("rows", "width", "estimated"), [(16000, 1024, True), (17000, 1024, False), (4000, 2048, True)]
     )
     def test_more_rows_of_few_values_are_estimated(self, gains, rows, width, estimated):
         """In the first stage of EdgeNeXt at batch 1, 4,096 rows of 320 values."""
@@ -270,9 +275,50 @@ class TestEstimates:
         monkeypatch.setattr(lower_depthwise, "capability_of", lambda device: (9, 0))
         (gain,) = gains(Depthwise(inputs, outputs), (2, side**2, inputs))
         rows = 2 * side**2
-        assert gain.quantize_us == pytest.approx(1.4 + 3 * rows * inputs / 2e6)
+        assert gain.quantize_us == pytest.approx(1.4 + 3 * rows * inputs / 2.8e6)
         assert gain.float_us >= 2 * rows * (inputs + outputs) / 2.8e6  # the time of its traffic
         assert gain.pays == pays
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+class TestBehindAKernel:
+    """Many rows that no kernel of Inductor computes."""
+
+    @pytest.mark.parametrize(("width", "outputs", "int8"), [(256, 256, False), (512, 256, False), (512, 2048, True)])
+    def test_traffic_decides(self, width, outputs, int8):
+        assert lowered(Behind(width, outputs), (4, 8, 784, width)) == ({"proj"} if int8 else set())
+
+    def test_a_residual_that_the_epilogue_adds_pays(self):
+        class WithResidual(Behind):
+            def forward(self, x, residual=1.0):
+                return x + super().forward(x)
+
+        assert lowered(WithResidual(256), (4, 8, 784, 256)) == {"proj"}
+
+    def test_long_rows_are_not_estimated(self):
+        assert lowered(Behind(1088, 64), (4, 8, 160, 1088)) == {"proj"}
+
+    def test_a_faster_memory_favours_int8(self, monkeypatch):
+        shape = (4, 8, 784, 768)
+        assert lowered(Behind(768), shape) == set()
+        monkeypatch.setattr(linear_gain, "memory_rate_of", lambda device: 9.6e6)
+        torch._dynamo.reset()
+        assert lowered(Behind(768), shape) == {"proj"}
+
+    @pytest.mark.parametrize("kind", ["Plain", "Alone", "Hard"])
+    def test_estimates_agree_with_measurements(self, kind):
+        """Of layers whose input a kernel of its own quantizes, on an H200: what is decided wrongly costs little."""
+        memory, lost = 0.84 * 4.9e6, []
+        for each in json.loads((RESULTS / "2026-11-29-h200-dynamic-linears.json").read_text())["runs"][1]["rows"]:
+            (name, m, k, n), times = each["case"], {mode: sorted(us)[1] for mode, us in each["us"].items()}
+            if name != kind or each["sqnr"] > 100:  # was left in float
+                continue
+            in_float = half_us(m, n, k, memory) + (4 * m * n / 2.5e6 if kind == "Alone" else 0.0)
+            in_int8 = int8_us(m, n, k, 132, memory) + 1.4 + 3 * m * k / memory
+            lost.append(times["dynamic" if in_int8 < in_float else "float"] / min(times.values()))
+        assert len(lost) >= 12
+        assert sum(ratio > 1.1 for ratio in lost) <= 3
+        assert statistics.geometric_mean(lost) < 1.03
 
 
 QKV, UP = (768, 768, 768), (8192, 8192)
@@ -284,7 +330,7 @@ class TestJoining:
     def pays(self, rows, outputs, inputs):
         return linear_gain.pays_to_join(torch.empty(rows, inputs, dtype=torch.int8, device="meta"), outputs)
 
-    @pytest.mark.parametrize("rows", [1, 64, 128, 512, 4096])
+    @pytest.mark.parametrize("rows", [1, 64, 128, 512, 2048])
     def test_short_projections_are_joined(self, rows):
         assert self.pays(rows, QKV, 768)
 
@@ -313,10 +359,10 @@ class TestJoining:
         triples = [(m, n, k) for m, n, k in fastest if (m, 3 * n, k) in fastest]
         measured = [1 - fastest[m, 3 * n, k] / (3 * fastest[m, n, k]) for m, n, k in triples]
         estimated = [1 - int8_us(m, 3 * n, k, 132) / (3 * int8_us(m, n, k, 132)) for m, n, k in triples]
-        assert len(triples) == 48
-        assert 0.16 < min(measured) < max(measured) < 0.69
+        assert len(triples) == 64
+        assert 0.14 < min(measured) < max(measured) < 0.7
         errors = [guess - share for guess, share in zip(estimated, measured, strict=True)]
-        assert -0.11 < min(errors) < max(errors) < 0.23
+        assert -0.14 < min(errors) < max(errors) < 0.09
         joined = [share for (m, n, k), share in zip(triples, measured, strict=True) if self.pays(m, (n, n, n), k)]
-        assert len(joined) == 46
-        assert min(joined) > 0.16
+        assert len(joined) == 60
+        assert min(joined) > 0.14

@@ -34,7 +34,9 @@ from qframework.kernels.linear.tile import (
     Tile,
 )
 
-_MEMORY = 2.8e6  # bytes in a microsecond; the times of 64 rows are in other/2026-11-25-h100-small-linears.json
+MEMORY = 2.8e6
+"""Bytes that an H100 reads or writes in a microsecond, ``other/2026-11-25-h100-small-linears.json``: 84 percent of its
+rate."""
 HALF = (2.66, 1.157, 2.204, 0.208, 0.532)
 """Costs of PyTorch's linear in 16 bit, in microseconds, fitted to the same linears as ``COSTS``."""
 
@@ -111,17 +113,17 @@ def _cycles(tile: Tile, m: int, n: int, k: int, processors: int) -> float:
     return rounds * (product + epilogue)
 
 
-def memory_us(size: int) -> float:
-    """Microseconds in which ``size`` bytes are read from memory."""
-    return size / _MEMORY
+def memory_us(size: int, memory: float = MEMORY) -> float:
+    """Microseconds in which ``size`` bytes are read or written, ``memory`` of them in a microsecond."""
+    return size / memory
 
 
-def int8_us(m: int, n: int, k: int, processors: int) -> float:
+def int8_us(m: int, n: int, k: int, processors: int, memory: float = MEMORY) -> float:
     """Microseconds of ``int8_linear`` by estimate; bytes decide up to 64 rows, and where there are very many."""
     if m <= MAX_FEW_ROWS:
-        return 1.2 + memory_us(n * k)
+        return 1.2 + memory_us(n * k, memory)
     product = min(tile_us(tile, m, n, k, processors) for tile in COSTS)
-    return max(product, memory_us(m * k + n * k + 2 * m * n))
+    return max(product, memory_us(m * k + n * k + 2 * m * n, memory))
 
 
 def half_terms(m: int, n: int, k: int) -> tuple[float, float, float, float, float]:
@@ -129,9 +131,9 @@ def half_terms(m: int, n: int, k: int) -> tuple[float, float, float, float, floa
     return 1.0, k / 1024, m * n * k / 1e9, n * k / 1e6, m * n / 1e6
 
 
-def half_us(m: int, n: int, k: int) -> float:
+def half_us(m: int, n: int, k: int, memory: float = MEMORY) -> float:
     """Microseconds of PyTorch's linear in 16 bit by estimate, within 8 percent (standard deviation) of the measured."""
     if m <= MAX_FEW_ROWS:
-        return 2.3 + memory_us(2 * n * k)
+        return 2.3 + memory_us(2 * n * k, memory)
     estimate = sum(cost * term for cost, term in zip(HALF, half_terms(m, n, k), strict=True))
-    return max(estimate, memory_us(2 * (m * k + n * k + m * n)))
+    return max(estimate, memory_us(2 * (m * k + n * k + m * n), memory))

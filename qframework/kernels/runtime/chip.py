@@ -42,6 +42,19 @@ def _chip_of(device: torch.device) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
+def memory_rate_of(device: torch.device) -> float | None:
+    """Bytes that the memory of a GPU moves in a microsecond at most; None for a CPU, and where it does not say."""
+    device = stood_for(device)
+    return _memory_rate_of(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _memory_rate_of(device: torch.device) -> float | None:
+    properties = torch.cuda.get_device_properties(device)
+    kilohertz, bits = properties.memory_clock_rate, properties.memory_bus_width
+    return 2 * kilohertz / 1e3 * bits / 8 or None  # twice a clock
+
+
 def capability_of(device: torch.device) -> tuple[int, int] | None:
     """Compute capability, None for a CPU."""
     device = stood_for(device)
