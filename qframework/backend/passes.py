@@ -40,6 +40,7 @@ from qframework.graph.attention.expand import expand_multi_head_attention
 from qframework.graph.joined_calls import join_calls
 from qframework.graph.nodes import is_assertion, layer_name, operation
 from qframework.graph.rewrites.cast_late import cast_late
+from qframework.graph.rewrites.detached import erase_detaches
 from qframework.graph.rewrites.einsum_linears import expand_einsum_linears
 from qframework.graph.rewrites.expand_einsum import expand_einsum
 from qframework.graph.rewrites.expand_patch_embedding import expand_patch_embedding
@@ -146,6 +147,7 @@ LOWERING: tuple[Pass, ...] = (
 FOR_INDUCTOR: tuple[Pass, ...] = (
     forget_grad_mode,
     forget_assertions,
+    on_graph(erase_detaches),  # the whole graph is compiled with gradients off
     on_graph(use_numbers),
     on_graph(write_out_of_place),
     outline_blocks,

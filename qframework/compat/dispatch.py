@@ -19,6 +19,7 @@ with explained():
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.autograd import forward_ad
+    from torch.nested._internal.nested_tensor import NestedTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     # Whether a transform of torch.func is running, and how it wrapped a tensor.
@@ -163,6 +164,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
+    "NestedTensor",
     "TorchDispatchMode",
     "below_autograd",
     "current_graph_task",

@@ -89,6 +89,10 @@ _ROWS = (
     Name("torch._functorch.eager_transforms.JVP_NESTING", _FORWARD),
     Name("torch.autograd.forward_ad._current_level", _FORWARD),
     Name("torch._subclasses.functional_tensor.FunctionalTensor", _BLOCKS),
+    Name(
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "operators cannot refuse nested tensors by name in inference mode",
+    ),
     Name("torch.Tensor._make_subclass", _BLOCKS),
     Name("torch._C._functorch.peek_interpreter_stack", _FUNCTORCH),
     Name("torch._C._SetExcludeDispatchKeyGuard", _BELOW_AUTOGRAD),

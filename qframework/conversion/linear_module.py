@@ -91,6 +91,8 @@ class QuantizedLinear(nn.Module):
     def _eager(self, x: Tensor) -> Tensor:
         """``forward`` on a GPU, where the host's time limits models that are not compiled."""
         held, parameters = buffers_and_parameters(self)
+        if "bias" not in parameters:  # but in another place: replicas of nn.DataParallel, pruning, parametrizations
+            return self._dispatched(x)
         scale, bias = held["input_scale"], parameters["bias"]
         operands: tuple[Any, ...] = x, held["weight_int8"], held["weight_scale"]
         if scale is not None:

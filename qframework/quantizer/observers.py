@@ -44,6 +44,7 @@ from qframework.compat.torchao import (
 )
 from qframework.errors import CalibrationError
 from qframework.graph.attributes import attribute
+from qframework.graph.rewrites.detached import write_detaches
 from qframework.numerics import (
     MIN_AMAX,
     MIN_SCALE,
@@ -267,6 +268,7 @@ class DynamicObserver(ObserverBase):
             dq = graph.call_function(torch.ops.qframework.dequantize.default, (q, scale, dtype))
             pair.meta[FROM_NODE_KEY] = [NodeSource(node, "convert", [NodeSourceAction.CREATE])]
             replace_observer(model, node, q, dq)
+        write_detaches(model)
 
 
 class WeightObserver(ObserverBase):

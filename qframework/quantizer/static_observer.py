@@ -15,6 +15,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 from qframework.compat.torchao import FROM_NODE_KEY, create_getattr_from_value
 from qframework.errors import CalibrationError
 from qframework.graph.nodes import CALIBRATION_NOTES
+from qframework.graph.rewrites.detached import write_detaches
 from qframework.numerics import MIN_AMAX, QMAX, QMIN, affine_parameters, scale_from_amax
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class StaticObserver:
             warn_of_constant_data(model)
             self._report_gaps(node)
             self.write(model, node)
+            write_detaches(model)
             return
         check_calibrated(model)
         seen = "saw nothing but zeros in" if self.observed() else "never reached"

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 import qframework
 from qframework.compat.dispatch import LOSES_TANGENTS
 from qframework.errors import UnsupportedError
 from qframework.graph.rewrites import detached
-from qframework.quantizer import QuantizationConfig, dynamic_attention, dynamic_int8, static_int8
+from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, dynamic_attention, dynamic_int8, static_int8
 
 
 class Residual(nn.Module):
@@ -69,6 +70,38 @@ def test_no_derivative_passes_beside_a_layer(backend) -> None:
     with pytest.raises(UnsupportedError, match=r"quantized model: the call must not compute derivatives, got"):
         torch.func.grad(lambda x: model(x)["sum"].sum())(x)
     torch.testing.assert_close(torch.vmap(model)(x[None])["sum"][0], expected)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "qframework"])
+@pytest.mark.parametrize("config", [static_int8(), static_int8(activation="per_token"), dynamic_int8()])
+def test_converted_models_carry_no_gradient(config, backend) -> None:
+    """``convert_pt2e`` alone, as in PyTorch's own workflow."""
+    x = torch.randn(8, 16, requires_grad=True)
+    prepared = prepare_pt2e(
+        torch.export.export(Residual().eval(), (x,)).module(), QFrameworkQuantizer().set_global(config)
+    )
+    qframework.calibrate(prepared, [x])
+    converted = convert_pt2e(prepared)
+    torch._dynamo.reset()
+    y = (converted if backend is None else torch.compile(converted, backend=backend))(x)["sum"]
+    assert not y.requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(y, converted(x)["sum"])
+
+
+def test_integers_are_not_detached() -> None:
+    class Counted(Residual):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = super().forward(x)["sum"]
+            return y, y.argmax(), y
+
+    gm = torch.export.export(Counted().eval(), (torch.randn(8, 16),)).module()
+    before = str(gm.graph)
+    for _ in range(2):
+        detached.write_detaches(gm)
+        assert [node.target for node in gm.graph.nodes].count(torch.ops.aten.detach.default) == 1
+    detached.erase_detaches(gm)
+    assert str(gm.graph) == before
 
 
 class Attention(nn.Module):

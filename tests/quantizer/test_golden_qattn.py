@@ -125,7 +125,7 @@ def expected_nodes(per_channel, input_per_channel, is_dynamic):
     """Two linears; static ones round their outputs as well (equation 6), dynamic ones do not (equation 9)."""
     activations = 2 if is_dynamic else 4
     nodes = dict.fromkeys((LINEAR, DEQUANTIZE_CHANNEL if per_channel else DEQUANTIZE), 2)
-    nodes |= {torch.ops.aten.gelu.default: 1, torch.ops.aten.dropout.default: 1}
+    nodes |= {torch.ops.aten.gelu.default: 1, torch.ops.aten.dropout.default: 1, torch.ops.aten.detach.default: 1}
     if is_dynamic:
         import operator
 

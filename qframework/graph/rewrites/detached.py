@@ -24,7 +24,29 @@ from qframework.kernels.runtime.operator import refuse_tangents
 
 logger = logging.getLogger(__name__)
 
+_DETACH = torch.ops.aten.detach.default
 NO_GRADIENT = "outputs of INT8 layers carry no gradient; call the model under torch.no_grad()"
+
+
+def write_detaches(gm: GraphModule) -> None:
+    """Detach float outputs in the graph itself, as ``convert_pt2e`` keeps no hooks; once, and without recompiling."""
+    output = gm.graph.output_node()
+    for node in output.all_input_nodes:
+        value = node.meta.get("val")
+        if node.target is _DETACH or not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        with gm.graph.inserting_before(output):
+            detached = gm.graph.call_function(_DETACH, (node,))
+        detached.meta = {key: node.meta[key] for key in ("val", "nn_module_stack") if key in node.meta}
+        output.replace_input_with(node, detached)
+
+
+def erase_detaches(gm: GraphModule) -> None:
+    """Undo ``write_detaches``, for graphs whose outputs are detached otherwise; without recompiling."""
+    for node in gm.graph.output_node().all_input_nodes:
+        if node.target is _DETACH:
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            gm.graph.erase_node(node)
 
 
 def detach_outputs(gm: GraphModule) -> None:
@@ -33,6 +55,8 @@ def detach_outputs(gm: GraphModule) -> None:
     Copies of the model do the same.
     """
     if any(map(_quantizes, gm.graph.nodes)):
+        erase_detaches(gm)
+        gm.recompile()
         _add_hook(gm)
         call_on_copies(gm, _add_hook)
 

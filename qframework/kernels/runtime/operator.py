@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 from qframework.compat.dispatch import (
     LOSES_TANGENTS,
     DispatchKey,
+    NestedTensor,
     forward_level,
     functorch_transforms_active,
     in_jvp,
@@ -54,6 +55,8 @@ class OperatorLibrary(torch.library.Library):
             self.impl(name, _without_autocast(packet, overload or "default", kind.lower()), f"Autocast{kind}")
         for key in ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA"):
             self.impl(name, _refuses_nested(packet), key)
+        # In inference mode, jagged ones come to their class first.
+        torch.library.register_torch_dispatch(f"qframework::{name}", NestedTensor, _refuses_nested(packet), lib=self)
         return defined
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -278,3 +279,17 @@ def test_a_quantized_linear_is_its_two_operators(config, rows, bias) -> None:
             assert torch.equal(y, expected), i
     (known,) = layer._direct._known.values()
     assert len(known) == 1
+
+
+@torch.no_grad()
+def test_the_bias_of_a_quantized_linear_may_be_no_parameter_of_it() -> None:
+    """Of nn.DataParallel's replicas it is a plain attribute; pruning computes it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(8, 48, device=device)
+    layer = quantize_(nn.Sequential(nn.Linear(48, 32)).eval().to(device), dynamic_int8())[0]
+    replica = layer._replicate_for_data_parallel()
+    replica.bias = layer.bias.detach().clone()
+    pruned = prune.identity(copy.deepcopy(layer), "bias")
+    expected = layer._dispatched(x)
+    for each in (replica, pruned):
+        assert torch.equal(each._eager(x), expected)
