@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qframework import numerics
-from qframework.backend import keep_quantize, linear_gain, lower_depthwise
+from qframework.backend import linear_gain, lower_depthwise
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.tile_costs import half_us, int8_us
@@ -189,12 +189,10 @@ class TestFewRows:
         assert not report.fallback
 
     def test_many_rows_float32_and_other_chips_are_not_estimated(self, monkeypatch):
-        assert lowered(Mlp(128), (2, 100, 128)) == {"first.0"}
-        monkeypatch.setattr(keep_quantize, "MANY_ROWS", 200)
-        monkeypatch.setattr(linear_gain, "_FEW_VALUES", 200 * 128)
-        monkeypatch.setattr(linear_gain, "_FEW_OF_OPERATIONS", 200 * 512)
+        assert lowered(Operations(128), (2, 100, 128)) == set()
+        monkeypatch.setattr(linear_gain, "_FEW_OF_OPERATIONS", 200 * 128)
         torch._dynamo.reset()
-        assert lowered(Mlp(128), (2, 100, 128)) == {"first.0", "fc2"}
+        assert lowered(Operations(128), (2, 100, 128)) == {"fc"}
         monkeypatch.undo()
         monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
         assert lowered(Behind(128), (1, 2, 100, 128), dtype=torch.float32) == {"proj"}
