@@ -39,6 +39,7 @@ from qframework.backend import keep_quantize
 from qframework.backend.align_rows import swaps_last
 from qframework.backend.lower_depthwise import has_own_kernel
 from qframework.backend.quantized_linear import find_epilogue
+from qframework.compat.operators import OpOverload
 from qframework.graph.nodes import RESHAPES, LinearCall, argument, behind, fake_value, linear_call, operation
 from qframework.graph.norms import norm_call
 from qframework.graph.shapes import Size, traced_size
@@ -63,6 +64,7 @@ _OPERATIONS = {"add", "sub", "mul", "div", "relu", "gelu", "silu", "sigmoid", "t
 _VIEWS = {*RESHAPES, "contiguous", "clone", "to"}
 _ELEMENTWISE = {*_VIEWS, *_OPERATIONS, "transpose", "permute"}
 _COPIES, _TWO_OPERANDS = {"contiguous", "clone", "dropout"}, {"mul", "add", "sub"}
+_KERNELS = {"scaled_dot_product_attention", "matmul", "bmm", "linear"}
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution"}
 
 
@@ -172,12 +174,21 @@ def _most_rows(x: Node, channels: int) -> float:
     convolution = _convolution_behind(x)
     if convolution is not None:
         return math.inf if has_own_kernel(convolution) else _MOST_ROWS
-    source = behind(x, _VIEWS)
-    if norm_call(source) is not None or reads_columns(x) or channels > _LONGEST:
-        return max(keep_quantize.MANY_ROWS, _FEW_VALUES / channels)
-    if operation(source) in _OPERATIONS:
-        return _FEW_OF_OPERATIONS / channels
-    return math.inf
+    if channels <= _LONGEST and not reads_columns(x):
+        if _is_written_by_a_kernel(x):
+            return math.inf
+        if operation(behind(x, _VIEWS)) in _OPERATIONS:
+            return _FEW_OF_OPERATIONS / channels
+    return max(keep_quantize.MANY_ROWS, _FEW_VALUES / channels)
+
+
+def _is_written_by_a_kernel(x: Node) -> bool:
+    """Whether no kernel of Inductor computes ``x``, nor another INT8 layer, which keep_quantize.py is about."""
+    source = behind(x, {*_VIEWS, "transpose", "permute"})
+    if source.op in ("placeholder", "get_attr") or operation(source) in _KERNELS:
+        return True
+    ours = isinstance(source.target, OpOverload) and source.target.namespace == "qframework"
+    return ours and not keep_quantize.is_written_by_int8_linear(source)
 
 
 def _input_us(x: Node, rows: int, channels: int, memory: float) -> float:

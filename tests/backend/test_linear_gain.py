@@ -293,6 +293,18 @@ class TestBehindAKernel:
 
         assert lowered(WithResidual(256), (4, 8, 784, 256)) == {"proj"}
 
+    def test_a_norm_whose_rows_move_is_none(self):
+        class Windows(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.qkv = nn.LayerNorm(256), nn.Linear(256, 256)
+
+            def forward(self, x):
+                windows = self.norm(x).roll(3, 1).unflatten(1, (112, 28)).transpose(1, 2)
+                return self.qkv(windows.flatten(0, 2))
+
+        assert lowered(Windows(), (8, 3136, 256)) == {"qkv"}
+
     def test_long_rows_are_not_estimated(self):
         assert lowered(Behind(1088, 64), (4, 8, 160, 1088)) == {"proj"}
 
