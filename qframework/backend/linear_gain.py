@@ -28,6 +28,7 @@ off.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -187,6 +188,8 @@ def _is_written_by_a_kernel(x: Node) -> bool:
     source = behind(x, {*_VIEWS, "transpose", "permute"})
     if source.op in ("placeholder", "get_attr") or operation(source) in _KERNELS:
         return True
+    if source.target is operator.getitem and isinstance(source.args[0], Node):
+        source = source.args[0]
     ours = isinstance(source.target, OpOverload) and source.target.namespace == "qframework"
     return ours and not keep_quantize.is_written_by_int8_linear(source)
 

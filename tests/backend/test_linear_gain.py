@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qframework import numerics
+from qframework import numerics, sage_attention
 from qframework.backend import linear_gain, lower_depthwise
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
@@ -292,6 +292,13 @@ class TestBehindAKernel:
                 return x + super().forward(x)
 
         assert lowered(WithResidual(256), (4, 8, 784, 256)) == {"proj"}
+
+    def test_attention_of_our_own_is_one(self):
+        class Sage(Behind):
+            def forward(self, x):
+                return self.proj(sage_attention(x, x, x).transpose(1, 2).flatten(2))
+
+        assert lowered(Sage(64), (40, 1, 784, 64)) == set()
 
     def test_a_norm_whose_rows_move_is_none(self):
         class Windows(nn.Module):
