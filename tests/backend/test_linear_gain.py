@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 import statistics
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qframework import numerics, sage_attention
+from qframework import numerics
 from qframework.backend import linear_gain, lower_depthwise
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
@@ -294,11 +295,12 @@ class TestBehindAKernel:
         assert lowered(WithResidual(256), (4, 8, 784, 256)) == {"proj"}
 
     def test_attention_of_our_own_is_one(self):
-        class Sage(Behind):
-            def forward(self, x):
-                return self.proj(sage_attention(x, x, x).transpose(1, 2).flatten(2))
-
-        assert lowered(Sage(64), (40, 1, 784, 64)) == set()
+        graph = torch.fx.Graph()
+        q = graph.call_function(torch.relu, (graph.placeholder("q"),))
+        both = graph.call_function(torch.ops.qframework.sage_attention.default, (q, q, q))
+        out = graph.call_method("flatten", (graph.call_function(operator.getitem, (both, 0)), 2))
+        assert linear_gain._is_written_by_a_kernel(out)
+        assert not linear_gain._is_written_by_a_kernel(q)
 
     def test_a_norm_whose_rows_move_is_none(self):
         class Windows(nn.Module):
