@@ -63,7 +63,8 @@ _BYTES = 2.5e6  # in a us: a sum that the next norm's kernel would write and rea
 _LEAST_SAVED = 0.2  # of the time of separate products, by estimate: below, they may save nothing
 _OPERATIONS = {"add", "sub", "mul", "div", "relu", "gelu", "silu", "sigmoid", "tanh", "dropout", "pow", "addcmul"}
 _VIEWS = {*RESHAPES, "contiguous", "clone", "to"}
-_ELEMENTWISE = {*_VIEWS, *_OPERATIONS, "transpose", "permute"}
+_TURNS = {"transpose", "permute"}
+_ELEMENTWISE = {*_VIEWS, *_OPERATIONS, *_TURNS}
 _COPIES, _TWO_OPERANDS = {"contiguous", "clone", "dropout"}, {"mul", "add", "sub"}
 _KERNELS = {"scaled_dot_product_attention", "matmul", "bmm", "linear"}
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution"}
@@ -185,7 +186,12 @@ def _most_rows(x: Node, channels: int) -> float:
 
 def _is_written_by_a_kernel(x: Node) -> bool:
     """Whether no kernel of Inductor computes ``x``, nor another INT8 layer, which keep_quantize.py is about."""
-    source = behind(x, {*_VIEWS, "transpose", "permute"})
+    source = behind(x, _VIEWS)
+    while operation(source) in _TURNS and isinstance(source.args[0], Node):
+        turned = fake_value(source)
+        if turned is None or not turned.is_contiguous():
+            return False  # it is copied, and that kernel quantizes as well
+        source = behind(source.args[0], _VIEWS)
     if source.op in ("placeholder", "get_attr") or operation(source) in _KERNELS:
         return True
     if source.target is operator.getitem and isinstance(source.args[0], Node):

@@ -302,6 +302,15 @@ class TestBehindAKernel:
         assert linear_gain._is_written_by_a_kernel(out)
         assert not linear_gain._is_written_by_a_kernel(q)
 
+    @pytest.mark.parametrize("copied", [False, True])
+    def test_heads_that_are_copied_are_quantized_by_the_copy(self, copied):
+        class Heads(Behind):
+            def forward(self, x):
+                q = x if copied else x.transpose(1, 2).contiguous().transpose(1, 2)
+                return self.proj(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+
+        assert lowered(Heads(256), (8, 4, 3136, 64)) == ({"proj"} if copied else set())
+
     def test_a_norm_whose_rows_move_is_none(self):
         class Windows(nn.Module):
             def __init__(self):
