@@ -19,8 +19,8 @@ where INT8 products are 1.4 times as fast, layers of fewer rows than ``FEWEST_RO
 is that of the inputs that the graph was captured with. On CPUs where no INT8 product is faster than the float one, all
 layers stay in float. On Hopper, so do layers of many rows and few outputs whose input a kernel of its own would
 quantize (keep_quantize.py), which takes longer than INT8 saves, layers over tokens, whose rows are columns in memory,
-and layers of few rows for which INT8 takes longer by estimate (linear_gain.py). On every chip, so do layers of many
-rows that are too small for INT8 (small_linears.py).
+and layers for which INT8 takes longer by estimate (linear_gain.py). On every chip, so do layers of many rows that are
+too small for INT8 (small_linears.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch.fx import GraphModule, Node
 from qframework import numerics
 from qframework.backend.align_rows import TURNED
 from qframework.backend.keep_quantize import has_many_rows, is_computed_twice, is_written_by_int8_linear
-from qframework.backend.linear_gain import reads_columns, reason_of_few_rows
+from qframework.backend.linear_gain import reads_columns, reason_of_estimate
 from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import (
     NO_PARAMETER,
@@ -130,7 +130,7 @@ def why_float(lowering: Lowering, linear: Node) -> WhyFloat | None:
     if not options.freeze_weights and (reason := _reason_of_rows(call)):
         return WhyFloat(reason, False)
     reason = why_too_small(call.input, call.weight, True) or _reason_of_quantization(call, fake_value(linear))
-    reason = reason or reason_of_few_rows(linear, options.freeze_weights)
+    reason = reason or reason_of_estimate(linear, options.freeze_weights)
     return WhyFloat(reason, False) if reason else None
 
 

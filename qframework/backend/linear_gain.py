@@ -83,8 +83,8 @@ class LinearGain(NamedTuple):
         return self.int8_us + self.quantize_us < self.float_us
 
 
-def reason_of_few_rows(linear: Node, frozen: bool) -> str | None:
-    """Why INT8 would take longer than the float layer; None if it does not, or if it was not measured.
+def reason_of_estimate(linear: Node, frozen: bool) -> str | None:
+    """Why INT8 would take longer than the float layer by estimate; None if not, or if nothing like it was measured.
 
     Args:
         linear: the layer.
