@@ -18,7 +18,7 @@ kernel of Inductor computes is read and written once more. ``other/2026-11-29-h2
 between their neighbours, of 6,272 to 100,352 rows: behind such a kernel and without a residual, INT8 took up to half as
 long again with 192 to 512 inputs. Of 81 layers there, estimates by the memory's rate decide 11 wrongly, seven of them
 at a cost of 9 percent at most, four of 128 and 768 inputs at 12 to 27. GELU between two layers lost up to 15 percent
-with 6 to 13 million values, and won with more.
+with 12,544 rows of up to 1,024 values, and won with longer ones. Products won at any length.
 
 Layers that read the same quantized tensor take less time as one product (merge_linears.py). Of 64 measured triples of
 equal layers, all saved time, 14 to 70 percent of it, and the estimates of that share are -14 to +8 percentage points
@@ -49,8 +49,8 @@ from qframework.kernels.linear.tile_costs import MEMORY, half_us, int8_us, memor
 from qframework.kernels.runtime.chip import capability_of, chip_of, memory_rate_of
 
 _MOST_ROWS = 32768  # of rearranged channels
-_FEW_VALUES = 4096 * 1024  # of the input, up to which more rows than were measured take as little time,
-_FEW_OF_OPERATIONS = 4 * _FEW_VALUES  # and of operations
+_FEW_VALUES = 4096 * 1024  # of the input, up to which more rows than were measured take as little time
+_FEW_OF_ACTIVATIONS = 16384  # rows, whose kernel takes twice as long if it quantizes
 _LONGEST = 1024  # values of a row that Inductor keeps in registers
 _WITH_A_NORM, _WITH_OPERATIONS, _OF_CHANNELS = 0.45, 1.0, 5.9  # us more than without quantization
 _OF_A_ROW = 1 / 2200  # us, added to the first two of them
@@ -176,12 +176,12 @@ def _most_rows(x: Node, channels: int) -> float:
     convolution = _convolution_behind(x)
     if convolution is not None:
         return math.inf if has_own_kernel(convolution) else _MOST_ROWS
-    if channels <= _LONGEST and not reads_columns(x):
-        if _is_written_by_a_kernel(x):
-            return math.inf
-        if operation(behind(x, _VIEWS)) in _OPERATIONS:
-            return _FEW_OF_OPERATIONS / channels
-    return max(keep_quantize.MANY_ROWS, _FEW_VALUES / channels)
+    few = max(keep_quantize.MANY_ROWS, _FEW_VALUES / channels)
+    if channels > _LONGEST or reads_columns(x):
+        return few
+    if _is_written_by_a_kernel(x):
+        return math.inf
+    return max(few, _FEW_OF_ACTIVATIONS) if operation(behind(x, _VIEWS)) in keep_quantize.PAYS else few
 
 
 def _is_written_by_a_kernel(x: Node) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qframework import numerics
-from qframework.backend import linear_gain, lower_depthwise
+from qframework.backend import keep_quantize, linear_gain, lower_depthwise
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.tile_costs import half_us, int8_us
@@ -191,7 +191,9 @@ class TestFewRows:
 
     def test_many_rows_float32_and_other_chips_are_not_estimated(self, monkeypatch):
         assert lowered(Operations(128), (2, 100, 128)) == set()
-        monkeypatch.setattr(linear_gain, "_FEW_OF_OPERATIONS", 200 * 128)
+        monkeypatch.setattr(keep_quantize, "MANY_ROWS", 200)
+        monkeypatch.setattr(linear_gain, "_FEW_VALUES", 200 * 128)
+        monkeypatch.setattr(linear_gain, "_FEW_OF_ACTIVATIONS", 200)
         torch._dynamo.reset()
         assert lowered(Operations(128), (2, 100, 128)) == {"fc"}
         monkeypatch.undo()
@@ -254,11 +256,17 @@ class TestEstimates:
         assert gain.quantize_us == pytest.approx(us)
 
     @pytest.mark.parametrize(
-        ("rows", "width", "estimated"), [(16000, 1024, True), (17000, 1024, False), (4000, 2048, True)]
+        ("rows", "width", "estimated"),
+        [(16000, 1024, True), (17000, 1024, False), (17000, 128, True), (33000, 128, False), (4000, 2048, True)],
     )
     def test_more_rows_of_few_values_are_estimated(self, gains, rows, width, estimated):
         """In the first stage of EdgeNeXt at batch 1, 4,096 rows of 320 values."""
         (gain,) = gains(Operations(width), (1, rows, width))
+        assert (gain is not None) == estimated
+
+    @pytest.mark.parametrize(("rows", "estimated"), [(4000, True), (5000, False)])
+    def test_products_of_many_rows_are_not(self, gains, rows, estimated):
+        gain = gains(GateOverTokens(1024, 100, turned=False), (1, rows, 1024))[-1]
         assert (gain is not None) == estimated
 
     @pytest.mark.parametrize(("rows", "estimated"), [(5000, True), (33000, False)])
