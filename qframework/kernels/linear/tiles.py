@@ -41,7 +41,7 @@ from qframework.kernels.linear.tile import (
     FewRowsTile,
     Tile,
 )
-from qframework.kernels.linear.tile_costs import COSTS, fastest_for_long_rows, fastest_tile, tile_us
+from qframework.kernels.linear.tile_costs import COSTS, GATED_COSTS, fastest_for_long_rows, fastest_tile, tile_us
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import power_of_2
 
@@ -65,7 +65,7 @@ _CANDIDATES: dict[str, list[Tile]] = {
         Tile(16, 64, 128, 4, 4),
     ],
 }
-GATED = (PINGPONG, PINGPONG._replace(block_n=64, num_stages=7))  # of them, half of the rows are each weight's
+GATED = tuple(GATED_COSTS)  # of them, half of the rows are each weight's
 _MANY_ROUNDS = 4  # of the largest tile, for which estimates were hardly fitted
 INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, to exercise masks and loops
 INTERPRETED_FEW_ROWS = FewRowsTile(64, 16, 32, 4, 1, parts=2)
@@ -153,7 +153,7 @@ def gated_tile(m: int, n: int, k: int, processors: int) -> Tile:
     """
     if k >= 2048 and _tiles(COOPERATIVE, m, 2 * n) >= _MANY_ROUNDS * processors:
         return COOPERATIVE._replace(group_m=4)
-    return min(GATED, key=lambda tile: tile_us(tile, m, 2 * n, k, processors))
+    return min(GATED, key=lambda tile: tile_us(tile, m, 2 * n, k, processors, GATED_COSTS))
 
 
 def _of_few_channels(tile: Tile, k: int) -> Tile:
