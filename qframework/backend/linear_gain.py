@@ -15,10 +15,10 @@ whole models at batch 1 (``other/2026-11-27-h100-batch-1.json``):
 
 Of more rows, traffic with memory decides. Norms and operations save some of it, since they write integers. What no
 kernel of Inductor computes is read and written once more. ``other/2026-11-29-h200-dynamic-linears.json`` has layers
-between their neighbours, of 6,272 to 100,352 rows: behind such a kernel and without a residual, INT8 took up to half as
-long again with 192 to 512 inputs. Of 81 layers there, estimates by the memory's rate decide 11 wrongly, seven of them
-at a cost of 9 percent at most, four of 128 and 768 inputs at 12 to 27. GELU between two layers lost up to 15 percent
-with 12,544 rows of up to 1,024 values, and won with longer ones. Products won at any length.
+between their neighbours, of 6,272 to 100,352 rows. Those that read an input of the graph and add no residual took up to
+1.6 times as long in INT8 with 192 to 512 inputs. Of 81 layers there, estimates by the memory's rate decide 11 wrongly,
+seven of them at a cost of 9 percent at most, four of 128 and 768 inputs at 12 to 27. GELU between two layers lost up to
+15 percent with 12,544 rows of up to 1,024 values, and won with longer ones. Products won at any length.
 
 Layers that read the same quantized tensor take less time as one product (merge_linears.py). Of 64 measured triples of
 equal layers, all saved time, 14 to 70 percent of it, and the estimates of that share are -14 to +8 percentage points
@@ -50,7 +50,7 @@ from qframework.kernels.runtime.chip import capability_of, chip_of, memory_rate_
 
 _MOST_ROWS = 32768  # of rearranged channels
 _FEW_VALUES = 4096 * 1024  # of the input, up to which more rows than were measured take as little time
-_FEW_OF_ACTIVATIONS = 16384  # rows, whose kernel takes twice as long if it quantizes
+_FEW_OF_ACTIVATIONS = 16384  # rows, up to which an activation's kernel takes twice as long if it also quantizes
 _LONGEST = 1024  # values of a row that Inductor keeps in registers
 _WITH_A_NORM, _WITH_OPERATIONS, _OF_CHANNELS = 0.45, 1.0, 5.9  # us more than without quantization
 _OF_A_ROW = 1 / 2200  # us, added to the first two of them
