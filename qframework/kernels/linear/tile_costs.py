@@ -81,8 +81,8 @@ GATED_COSTS: Mapping[Tile, TileCost] = MappingProxyType(
     }
 )
 """Of tiles that hold two weights (hopper_gated.py). From plain linears on an H100, and nearer to the gated ones that
-were measured there than ``COSTS``: the chosen tile takes 1.4 percent longer than the fastest in the geometric mean, 8 at
-most."""
+were measured there than ``COSTS``: the chosen tile takes 1.4 percent longer than the fastest in the geometric mean, and
+8 percent at most."""
 
 
 def terms(tile: Tile, m: int, n: int, k: int, processors: int) -> tuple[float, float, float, float, float]:
