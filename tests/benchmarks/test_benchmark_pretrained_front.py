@@ -48,10 +48,14 @@ def test_all_steps_on_a_tiny_model(tmp_path: Path) -> None:
     assert {"static", "static + attention", "dynamic"} <= set(by_name)
     layers = by_name["static + attention"]["layers"]
     assert layers == {"linear static": 8, "attention static": 2}
-    for trial in trials:  # none of the front is dominated
+    assert {f"static + attention, {name}" for name in pretrained_front.MEANINGS.observers} <= set(by_name)
+    for trial in trials:  # measured on other crops where it is shown
+        assert ("held_out" in trial) == bool(trial["configuration"] or trial["front"])
+    tuned = [trial for trial in trials if trial["estimated_images_per_second"] is not None]
+    for trial in tuned:  # none of the front is dominated
         beaten = [
             other
-            for other in trials
+            for other in tuned
             if other["estimated_images_per_second"] > trial["estimated_images_per_second"]
             and other["correspondences"] >= trial["correspondences"]
         ]
@@ -63,12 +67,14 @@ def test_all_steps_on_a_tiny_model(tmp_path: Path) -> None:
 
 
 def assigned(name: str, linear: str, kept: float, front: bool) -> dict[str, Any]:
-    """A trial of one linear."""
+    """A trial of one linear. ``kept`` is what counts: on crops that nothing was chosen by."""
     assignment = {"linear": {"fc": linear}, "attention": {}}
     layers = {f"linear {linear}": 1}
     return {
         "configuration": name,
-        "correspondences": kept,
+        "correspondences": 99.0,
+        "held_out": kept,
+        "kernels": name or linear,
         "estimated_images_per_second": 1.0,
         "front": front,
         "layers": layers,
@@ -85,9 +91,10 @@ def test_the_page_compares_what_was_found_with_uniform_configurations(tmp_path: 
         assigned("dynamic", "dynamic", 85.0, False),
         assigned("", "float", 80.0, True),
     ]
-    name = pretrained_front.trial_name(trials[2])
-    speeds = {"float": 50.0, "static": 100.0, "dynamic": 90.0, name: 120.0}
-    steps = {"times": {"batch": 64}, "search": {"trials": trials}, "whole": {"images_per_second": speeds}}
+    trials[2]["kernels"] = "0123456789ab"
+    speeds = {"float": 50.0, "static": 100.0, "dynamic": 90.0, "0123456789ab": 120.0}
+    search = {"crops": 68, "held_out_crops": 256, "trials": trials}
+    steps = {"times": {"batch": 64}, "search": search, "whole": {"images_per_second": speeds}}
     for step, found in steps.items():
         (tmp_path / f"{step}.json").write_text(json.dumps({**head, "step": step, **found}))
     front = report_front.load(tmp_path)
