@@ -398,6 +398,14 @@ def digest(assignment: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(assignment, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def earlier_speeds(path: Path, device: str) -> dict[str, float]:
+    """The speeds of a file of ``whole``. Raises FileFormatError for one of another device."""
+    document = read(path, "whole")
+    if document["machine"]["device"] != device:
+        raise FileFormatError(f"{path} must hold speeds of {device}, got those of {document['machine']['device']}")
+    return dict(document["images_per_second"])
+
+
 def read(path: Path, step: str) -> dict[str, Any]:
     """A file of a step. Raises FileFormatError for another file."""
     document = json.loads(path.read_text())
@@ -413,6 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--times", type=Path, help="of the step times, for search")
     parser.add_argument("--front", type=Path, help="of the step search, for whole")
+    parser.add_argument("--timed", type=Path, help="for whole: a file of an earlier run, whose speeds are kept")
     parser.add_argument("--choices", type=Path, help="for recipes: what recipes chose, by name")
     parser.add_argument("--turns", type=int, default=5, help="for recipes: measurements of each choice (default: 5)")
     parser.add_argument(
@@ -449,9 +458,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured = recipe_speeds(FULL, given.device, choices, given.limit, given.turns)
             found = {"batch": BATCH, "images_per_second": measured}
         else:
-            wanted = wanted_whole(read(given.front, "search"))
-            speeds = whole(FULL, given.device, wanted, given.limit, lambda x: write({"images_per_second": x}))
-            found = {"images_per_second": speeds}
+            known = {} if given.timed is None else earlier_speeds(given.timed, describe_machine(given.device)["device"])
+            wanted = {
+                name: each for name, each in wanted_whole(read(given.front, "search")).items() if name not in known
+            }
+            speeds = whole(FULL, given.device, wanted, given.limit, lambda x: write({"images_per_second": known | x}))
+            found = {"images_per_second": known | speeds}
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2

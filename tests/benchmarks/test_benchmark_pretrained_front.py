@@ -13,6 +13,7 @@ from benchmarks import pretrained_front, report_front
 from benchmarks.machine import describe_machine
 from benchmarks.pretrained_front import SMOKE, StoredTimer, call_name, read, wanted_whole
 from qframework.errors import FileFormatError
+from qframework.tuning.assignment import Assignment
 from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape
 
 
@@ -126,3 +127,45 @@ def test_costs_are_those_of_the_same_turn() -> None:
     found = {"static + attention": [100.0, 200.0, 400.0], "float": [80.0, 160.0, 320.0]}
     assert pretrained_front.added_percent(found, "float") == pytest.approx(25.0)
     assert pretrained_front.added_percent(found, "static + attention") == 0.0
+
+
+def test_speeds_of_an_earlier_run_are_kept_if_it_was_on_the_same_device(tmp_path: Path) -> None:
+    path = tmp_path / "whole.json"
+    head = {"benchmark": "pretrained_front", "step": "whole", "machine": {"device": "H100"}}
+    path.write_text(json.dumps({**head, "images_per_second": {"float": 50.0}}))
+    assert pretrained_front.earlier_speeds(path, "H100") == {"float": 50.0}
+    with pytest.raises(FileFormatError, match="must hold speeds of H200, got those of H100"):
+        pretrained_front.earlier_speeds(path, "H200")
+
+
+def test_configurations_of_equal_kernels_are_timed_once() -> None:
+    trials = [
+        assigned("static, mse", "static mse", 80.0, False) | {"kernels": "static"},
+        assigned("static", "static", 70.0, False),
+        assigned("", "static entropy", 85.0, True) | {"kernels": "static"},
+        assigned("", "static zero point", 85.0, True) | {"kernels": "0123"},
+        assigned("", "dynamic", 60.0, False) | {"kernels": "4567"},
+    ]
+    wanted = wanted_whole({"trials": trials})
+    assert set(wanted) == {"static", "0123"}
+    assert wanted["0123"]["linear", "fc"] == "static zero point"
+
+
+def test_kernels_are_named_by_the_first_configuration_that_runs_them() -> None:
+    one = {name: Assignment({("linear", "fc"): name}) for name in ("static", "static mse", "static zero point")}
+    named = {one["static"]: "uniform", one["static mse"]: "uniform, mse"}
+    name = pretrained_front.kernels_name
+    assert name(one["static mse"], named) == name(one["static"], named) == "uniform"
+    assert name(one["static zero point"], named) == pretrained_front.digest(
+        {"linear": {"fc": "static per_tensor zero_point"}, "attention": {}}
+    )
+
+
+def test_a_configuration_without_a_speed_is_counted(tmp_path: Path) -> None:
+    trials = [assigned("static", "static", 70.0, False), assigned("dynamic", "dynamic", 85.0, False)]
+    speeds = {"float": 50.0, "static": 100.0}
+    front = report_front.Front(
+        {"crops": 68, "held_out_crops": 256, "trials": trials}, {"images_per_second": speeds}, 64
+    )
+    assert [row[0] for row in front.rows()] == ["static", "float"]
+    assert report_front._comparison(front).endswith("1 more were not timed.\n")
