@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from tuning_models import CHANNELS, NAMES, images, transformer
+from tuning_models import NAMES, images, transformer
 
 from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
@@ -16,7 +15,8 @@ from qframework.numerics import sqnr_db
 from qframework.quantizer import Recipe
 from qframework.tuning.assignment import OBSERVERS, Meanings
 from qframework.tuning.journal import Journal
-from qframework.tuning.layer_sensitivity import Sensitivity, sensitivity
+from qframework.tuning.layer_sensitivity import Sensitivity, _choices, sensitivity
+from qframework.tuning.layers import Layer
 
 
 def closeness(model, batch):
@@ -84,26 +84,13 @@ def test_choices_are_tried_where_they_exist(batch) -> None:
     assert not measured(transformer(), batch, linear=(), attention=()).rows
 
 
-def test_observers_are_tried_where_attention_can_be_static(batch) -> None:
-    class Capped(nn.Module):
-        """Attention without static INT8: its heads are spelled out with a soft cap."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-            logits = 5.0 * torch.tanh(q @ k.transpose(-1, -2) / 5.0)
-            return (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-    arguments = {"linear": ("static mse",), "attention": ("static", "static mse")}
-    meanings = Meanings(observers=OBSERVERS)
-    rows = measured(transformer(), batch, meanings=meanings, **arguments).rows
+def test_observers_are_tried_where_a_layer_can_be_static(batch) -> None:
+    observers = Meanings(observers=OBSERVERS)
+    choices = ("static", "static mse", "sage_b")
+    rows = measured(transformer(), batch, meanings=observers, linear=("static mse",), attention=choices).rows
     assert {row.choice for row in rows if row.kind == "linear"} == {"static mse"}
-    assert [row.choice for row in rows if row.kind == "attention"] == ["static", "static mse"]
-    capped = measured(Capped().eval(), batch, meanings=meanings, **arguments).rows
-    assert {row.kind for row in capped} == {"linear"}
+    assert [row.choice for row in rows if row.kind == "attention"] == list(choices)
+    assert _choices(Layer("attention", "attn", static=False), (), choices) == ["sage_b"]
 
 
 def test_equal_runs_give_identical_files_and_an_interrupted_run_resumes(batch, tmp_path: Path) -> None:
