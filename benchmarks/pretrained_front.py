@@ -121,7 +121,7 @@ class Settings:
     model: Mapping[str, Any]
     batch: int = BATCH
     crops: int = 68
-    held_out: int = 256
+    held_out: int = 136
     calibration: int = 16
 
     @property
@@ -351,7 +351,7 @@ class _Rows:
                 "assignment": assignment.to_dict(),
             }
             if row["configuration"] or row["front"]:
-                key = f"held out {digest(assignment.to_dict())}"
+                key = f"metric on {len(self.held_out.data.images)} others {digest(assignment.to_dict())}"
                 row["held_out"] = self._measured(key, assignment, self.held_out)
             rows.append(row)
         return rows
