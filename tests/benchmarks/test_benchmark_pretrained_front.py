@@ -15,6 +15,7 @@ from benchmarks.pretrained_front import SMOKE, StoredTimer, call_name, read, wan
 from qframework.errors import FileFormatError
 from qframework.tuning.assignment import Assignment
 from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape
+from qframework.tuning.results import Trial
 
 
 def shape(*sizes: int) -> TensorShape:
@@ -149,6 +150,12 @@ def test_configurations_of_equal_kernels_are_timed_once() -> None:
     wanted = wanted_whole({"trials": trials})
     assert set(wanted) == {"static", "0123"}
     assert wanted["0123"]["linear", "fc"] == "static zero point"
+
+
+def test_of_the_front_only_steps_of_a_point_are_kept() -> None:
+    points = [(10.0, 80.0), (9.0, 80.4), (8.0, 81.2), (7.0, 79.0), (6.0, 82.1), (5.0, 82.3)]
+    trials = [Trial(Assignment({}), kept, 100 - kept, speed) for speed, kept in reversed(points)]
+    assert [trial.metric for trial in pretrained_front.thin_front(trials)] == [80.0, 81.2, 82.3]
 
 
 def test_kernels_are_named_by_the_first_configuration_that_runs_them() -> None:
