@@ -40,6 +40,13 @@ def start_processes() -> None:
     maybe_warm_pool()
 
 
+def may_have_processes() -> bool:
+    """Whether Inductor may compile in other processes, which a user forbids with one "compile thread"."""
+    with explained():
+        threads = inductor_config.compile_threads
+    return threads is None or threads > 1
+
+
 def can_call_subgraphs() -> bool:
     """Whether the code that Inductor is configured to write can call a subgraph (``invoke_subgraph``)."""
     with explained():
@@ -222,6 +229,7 @@ __all__ = [
     "list_mode_options",
     "list_options",
     "load_compiled_package",
+    "may_have_processes",
     "package_structure",
     "select_decomp_table",
     "start_processes",
