@@ -25,7 +25,6 @@ from torch.cuda import device as current_device
 from torch.fx import GraphModule, Node
 
 from qframework.backend.cache_key import hash_of_package
-from qframework.backend.forks import Forks, may_fork
 from qframework.compat.operators import schema
 from qframework.compat.triton import (
     build_launcher,
@@ -37,14 +36,15 @@ from qframework.compat.triton import (
     note,
     prepare,
 )
+from qframework.forks import PATIENCE_S, Forks, may_fork
 from qframework.graph.nodes import argument, fake_value
+from qframework.kernels.linear.local_tiles import local_table
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.operator import Operator, operator_of
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 60  # that forks may take to compile the kernels of a graph
 _failures: set[str] = set()  # already logged
 
 
@@ -128,7 +128,7 @@ def warm_up(gm: GraphModule) -> Iterator[None]:
         beside = None if cached or forks is not None else background.submit(_compile, calls)
         yield
         if forks is not None and not forks.wait(PATIENCE_S):
-            _warn(f"kernels are compiled in threads: processes did not compile them within {PATIENCE_S} s")
+            _warn(f"kernels are compiled in threads: processes did not do it within {PATIENCE_S:g} s")
         compiled = beside or background.submit(_compile, calls)
     if error := compiled.exception():
         _log(error)
@@ -151,11 +151,12 @@ def _in_forks(calls: list[_Call]) -> Forks | None:
 
 
 def _with_devices(calls: list[_Call]) -> Iterator[tuple[_Call, Callable[[], None]]]:
-    """Each call, and what makes Triton compile for its device."""
+    """Each call, and what makes Triton compile for its device; what operators ask of it is known from then on."""
     for call in calls:
+        for asked in (chip_of, local_table):
+            asked(call.device)
         with current_device(call.device):
             yield call, compile_without_device()
-        chip_of(call.device)  # is known from now on, without CUDA
 
 
 def _compile_only(call: _Call, prepare_triton: Callable[[], None]) -> None:

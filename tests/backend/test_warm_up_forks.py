@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,10 @@ from fake_hopper import GRAPHS, as_if_on_cuda
 from lowered_models import Block, example
 from torch._inductor import config
 
-from qframework.backend import forks as forks_module
 from qframework.backend import warm_up as warm_up_module
-from qframework.backend.forks import Forks, may_fork
 from qframework.backend.warm_up import warm_up
 from qframework.compat import inductor
+from qframework.forks import may_fork
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
@@ -145,84 +142,3 @@ def test_nothing_is_forked_without_cores_or_where_inductor_may_have_no_processes
         assert inductor.may_have_processes() == (forbidden != "one compile thread")
         with warm_up(dynamic_graph()):
             pass
-
-
-def test_every_step_runs_in_a_process_of_its_own(tmp_path):
-    def step(name):
-        return lambda: (tmp_path / name).write_text(f"{os.getpid()} {os.getsid(0)}")
-
-    assert Forks([step(str(n)) for n in range(20)]).wait(60)
-    found = [(tmp_path / str(n)).read_text().split() for n in range(20)]
-    assert len({process for process, _ in found} | {str(os.getpid())}) == 21
-    assert len({session for _, session in found}) == 1
-    assert found[0][1] != str(os.getsid(0)), "not the terminal's"
-
-
-def test_at_most_one_process_for_each_core(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
-
-    def step():
-        began = time.monotonic()
-        time.sleep(0.2)
-        (tmp_path / str(os.getpid())).write_text(f"{began} {time.monotonic()}")
-
-    assert Forks([step] * 6).wait(60)
-    times = [tuple(map(float, path.read_text().split())) for path in tmp_path.iterdir()]
-    assert len(times) == 6
-    assert max(sum(a <= began < b for a, b in times) for began, _ in times) == 2
-
-
-def test_a_step_that_fails_leaves_the_others_alone(tmp_path, capfd):
-    assert Forks([lambda: 1 / 0, (tmp_path / "done").touch]).wait(60)
-    assert (tmp_path / "done").exists()
-
-
-def test_forks_that_hang_are_ended_with_all_they_started(tmp_path):
-    def hang():
-        (tmp_path / str(os.getpid())).touch()
-        time.sleep(600)
-
-    forks = Forks([hang, hang])
-    while len(started := list(tmp_path.iterdir())) < 2:
-        time.sleep(0.01)
-    assert not forks.wait(0.1)
-    for _ in range(200):
-        if not any(runs(int(path.name)) for path in started):
-            return
-        time.sleep(0.01)
-    pytest.fail("still running")
-
-
-def runs(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def test_no_warning_of_other_threads(tmp_path):
-    """Of Python 3.12 and newer."""
-    go_on = threading.Event()
-    other = threading.Thread(target=go_on.wait)
-    other.start()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        assert Forks([lambda: None]).wait(60)
-    go_on.set()
-    other.join()
-    assert found == []
-
-
-def test_nothing_is_left_open():
-    before = os.listdir("/proc/self/fd")
-    assert Forks([lambda: None]).wait(60)
-    assert os.listdir("/proc/self/fd") == before
-
-
-def test_a_refused_fork_leaves_nothing_open(monkeypatch):
-    before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr(forks_module.os, "fork", refuse)
-    with pytest.raises(BlockingIOError, match="no more"):
-        Forks([lambda: None])
-    assert os.listdir("/proc/self/fd") == before
