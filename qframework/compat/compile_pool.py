@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -16,17 +17,25 @@ from qframework.compat.missing import note_missing
 from qframework.forks import ForkedCall, may_fork
 
 
+LONGEST_S = 0.1  # of a fork, for which this process stands still: 0.03 s mostly, longer with tens of GB of memory
+
+
 class _Forks:
     """What Inductor needs of a pool of processes."""
 
     def __init__(self, waiting: ThreadPoolExecutor) -> None:
-        self._waiting = waiting
+        self._waiting, self._slow = waiting, False
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if self._slow:
+            return self._waiting.submit(function, *arguments)
+        began = time.perf_counter()
         try:
             call = ForkedCall(function, *arguments)
         except OSError:
+            self._slow = True
             return self._waiting.submit(function, *arguments)
+        self._slow = time.perf_counter() - began > LONGEST_S
         return self._waiting.submit(call.result)
 
 

@@ -54,7 +54,14 @@ def test_where_no_process_can_be_forked_it_is_done_here(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fork", refuse)
     with forks_until_ready(allowed=True):
-        assert AsyncCompile.process_pool().submit(os.getpid).result() == os.getpid()
+        assert [AsyncCompile.process_pool().submit(os.getpid).result() for _ in range(2)] == [os.getpid()] * 2
+
+
+def test_where_forks_take_long_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "LONGEST_S", 0.0)
+    with forks_until_ready(allowed=True):
+        first, second = (AsyncCompile.process_pool().submit(os.getpid).result() for _ in range(2))
+    assert first != second == os.getpid()
 
 
 def test_an_error_inside_restores_inductor() -> None:
