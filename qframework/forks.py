@@ -86,8 +86,9 @@ class ForkedCall:
         self._fork = _Fork(self._write)
 
     def _write(self, end: int) -> None:
-        with os.fdopen(end, "wb") as pipe:
-            pipe.write(pickle.dumps(self._function(*self._arguments)))
+        left = memoryview(pickle.dumps(self._function(*self._arguments)))
+        while left:
+            left = left[os.write(end, left) :]
 
     def result(self, timeout: float = PATIENCE_S) -> Any:
         """The result; computed here, which raises its error, if the other process failed or took too long."""
