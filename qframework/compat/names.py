@@ -385,7 +385,7 @@ _ROWS = (
         "they are checked at every call",
     ),
     Name("triton.runtime.driver.active.get_current_target", "the chip that Triton compiles for is unknown"),
-    Name("triton.runtime.driver.DriverConfig.set_active", _IN_FORKS, _IN_THREADS),
+    Name("triton.runtime.driver.set_active", _IN_FORKS, _IN_THREADS),
     Name("launcher_cls", _IN_FORKS, _IN_THREADS, source="triton.backends.nvidia.driver"),
     *(
         Name(f"triton.language.extra.cuda.{name}", "kernels cannot overlap", "each starts when the previous one ends")
