@@ -105,9 +105,11 @@ def _comparison(front: Front) -> str:
             (beaten if better else others).append(name)
     sentences = []
     if beaten:
-        sentences.append(f"At least as fast and as accurate as {_names(beaten)} is one that was found.")
+        sentences.append(
+            f"For each of these, one that was found is at least as fast and as accurate: {_names(beaten)}."
+        )
     if others:
-        sentences.append(f"None that was found is as fast and as accurate as {_names(others)}.")
+        sentences.append(f"For none of these: {_names(others)}.")
     if front.not_timed():
         sentences.append(f"{front.not_timed()} more were not timed.")
     return " ".join(sentences) + "\n"
@@ -119,7 +121,7 @@ def _best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _names(names: list[str]) -> str:
-    return " and as ".join(f"uniform {name}" for name in names)
+    return "; ".join(f"uniform {name}" for name in names)
 
 
 def plots(front: Front | None) -> dict[str, Plot]:

@@ -103,8 +103,8 @@ def test_the_page_compares_what_was_found_with_uniform_configurations(tmp_path: 
     assert front is not None
     page = report_front.render(front)
     assert "| 1 linear float | found | 120 | 80.0 |\n| static | uniform | 100 | 70.0 |" in page
-    assert "At least as fast and as accurate as uniform static is one that was found. None that was found" in page
-    assert "as accurate as uniform dynamic." in page
+    assert "one that was found is at least as fast and as accurate: uniform static. For none of these: " in page
+    assert "For none of these: uniform dynamic." in page
     (plot,) = report_front.plots(front).values()
     plot.draw(tmp_path / "plot.svg")
     assert plot.mark in (tmp_path / "plot.svg").read_text()
