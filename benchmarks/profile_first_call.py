@@ -44,8 +44,9 @@ _PASSES = "qframework.backend.passes"
 # Module, function, phase.
 TIMED = (
     *((_BACKEND, name, f"qframework: {name}") for name in ("release_prepared_models", "run_passes")),
-    ("qframework.backend.warm_up", "_compile", "beside: qframework's kernels, all"),
-    ("triton.compiler", "compile", "beside: qframework's kernels, each"),
+    ("qframework.backend.warm_up", "_in_forks", "qframework: forks begin"),
+    ("qframework.backend.warm_up", "_compile", "qframework's kernels, all"),
+    ("triton.compiler", "compile", "qframework's kernels, each"),
 )
 
 

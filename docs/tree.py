@@ -15,7 +15,19 @@ PACKAGE = Path(__file__).parent.parent / "qframework"
 PAGE = Path(__file__).parent / "architecture.md"
 # A room imports only from those before it; rooms of a room likewise.
 ROOMS = (
-    *("errors", "arguments", "outputs", "files", "import_hook", "lazy", "listeners", "versions", "numerics", "compat"),
+    *(
+        "errors",
+        "arguments",
+        "outputs",
+        "files",
+        "import_hook",
+        "lazy",
+        "listeners",
+        "versions",
+        "forks",
+        "numerics",
+        "compat",
+    ),
     *("batches", "fallbacks", "kernels", "devices", "attention", "graph", "quantizer", "backend", "training"),
     *("serialization", "export", "conversion", "integrations", "evaluation", "tuning", "diagnosis", "cli", "__main__"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from qframework.backend.float_linear import NO_FAST_PRODUCT
 from qframework.backend.lower_attention import NEEDS_GRADIENTS
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions, parse_options
-from qframework.backend.release import release_prepared_models
+from qframework.backend.release import collecting_new_objects, release_prepared_models
 from qframework.backend.report import LayerReport, Report
 from qframework.backend.uncaptured import note_on
 from qframework.backend.warm_up import warm_up
@@ -129,8 +129,7 @@ def qframework_backend(
         UnsupportedError: an unknown mode or option.
         QFrameworkError: a quantized layer has an invalid scale or dtype; the message names the layer.
     """
-    from qframework.compat.early_launch import early_launch
-    from qframework.compat.inductor import compile_graph, start_processes
+    from qframework.compat.inductor import start_processes
 
     devices = {x.device.type for x in example_inputs if isinstance(x, Tensor)}
     if "cuda" in devices:
@@ -140,6 +139,16 @@ def qframework_backend(
     watch_skipped_code()
     _note_skipped(break_behind(gm), settings)
     release_prepared_models()
+    with collecting_new_objects():
+        return _lowered_and_compiled(gm, example_inputs, settings, devices)
+
+
+def _lowered_and_compiled(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: BackendOptions, devices: Set[str]
+) -> Callable[..., Any]:
+    from qframework.compat.early_launch import early_launch
+    from qframework.compat.inductor import compile_graph
+
     zero_points = zero_points_of(gm)
     lowering = Lowering.of(gm, example_inputs, settings)
     run_passes(lowering)

@@ -1,10 +1,10 @@
 """Compiles our kernels in parallel with Inductor instead of at their first launch.
 
-Shapes, strides and dtypes of the operands in the lowered graph determine an operator's kernel. A background thread
-passes all kernels to Triton, whose compiler releases the GIL, and loads them. Kernels that a process with the same
-cache of kernels compiled before are loaded behind Inductor instead: loading is Python, and two threads would wait for
-the GIL at each file that one of them reads. Graphs with symbolic sizes, CPUs and Triton's interpreter have nothing to
-compile ahead of time.
+Shapes, strides and dtypes of the operands in the lowered graph determine an operator's kernel. Forks of this process
+compile them into Triton's cache, and threads where there are few cores: half of a compilation is Python, and would take
+three of the ten seconds that Dynamo and Inductor need. What is in the cache, from now or from an earlier process, is
+loaded behind Inductor: loading is Python, and two threads would wait for the GIL at each file that one of them reads.
+Graphs with symbolic sizes, CPUs and Triton's interpreter have nothing to compile ahead of time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,19 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.cache_key import hash_of_package
 from qframework.compat.operators import schema
-from qframework.compat.triton import compile_in, finished, is_noted, launcher, note, prepare
+from qframework.compat.triton import (
+    build_launcher,
+    compile_in,
+    compile_without_device,
+    finished,
+    is_noted,
+    launcher,
+    note,
+    prepare,
+)
+from qframework.forks import PATIENCE_S, Forks, may_fork
 from qframework.graph.nodes import argument, fake_value
+from qframework.kernels.linear.local_tiles import local_table
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.operator import Operator, operator_of
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
@@ -93,9 +104,11 @@ def prepare_triton() -> None:
 
 
 @functools.cache
-def _prepare_once() -> None:
+def _prepare_once() -> threading.Thread:
     driver = torch.cuda.is_initialized()
-    threading.Thread(target=prepare, args=(driver,), name="qframework-prepare").start()
+    thread = threading.Thread(target=prepare, args=(driver,), name="qframework-prepare")
+    thread.start()
+    return thread
 
 
 @contextlib.contextmanager
@@ -110,14 +123,47 @@ def warm_up(gm: GraphModule) -> Iterator[None]:
         return
     key = _attempt(_key, calls)
     cached = key is not None and bool(_attempt(is_noted, key))
+    forks = None if cached else _in_forks(calls)
     with ThreadPoolExecutor(1, "qframework-warm-up") as background:
-        compiled = None if cached else background.submit(_compile, calls)
+        beside = None if cached or forks is not None else background.submit(_compile, calls)
         yield
-        compiled = compiled or background.submit(_compile, calls)
+        if forks is not None and not forks.wait(PATIENCE_S):
+            _warn(f"kernels are compiled in threads: processes did not do it within {PATIENCE_S:g} s")
+        compiled = beside or background.submit(_compile, calls)
     if error := compiled.exception():
         _log(error)
     elif compiled.result() and key is not None and not cached:
         _attempt(note, key)
+
+
+def _in_forks(calls: list[_Call]) -> Forks | None:
+    """Begin to compile all calls in other processes; None where that is not possible, not allowed, or slower."""
+    from qframework.compat.inductor import may_have_processes
+
+    if not may_fork() or not may_have_processes():
+        return None
+    try:
+        _prepare_once().join()  # so that no fork hashes Triton's files, nor finds a lock of that thread closed
+        return Forks([functools.partial(_compile_only, *each) for each in _with_devices(calls)])
+    except Exception as error:  # noqa: BLE001 (threads do without)
+        _warn(f"kernels are compiled in threads: {_described(error)}")
+        return None
+
+
+def _with_devices(calls: list[_Call]) -> Iterator[tuple[_Call, Callable[[], None]]]:
+    """Each call, and what makes Triton compile for its device; what operators ask of it is known from then on."""
+    for call in calls:
+        for asked in (chip_of, local_table):
+            asked(call.device)
+        with current_device(call.device):
+            yield call, compile_without_device()
+
+
+def _compile_only(call: _Call, prepare_triton: Callable[[], None]) -> None:
+    """Compile a call's kernels and their launchers, in a process that must not use CUDA."""
+    prepare_triton()
+    for kernel in _kernels(call):
+        build_launcher(kernel)
 
 
 def _key(calls: Sequence[_Call]) -> str:
@@ -166,9 +212,13 @@ def _compile(calls: list[_Call]) -> bool:
 
 
 def _start(call: _Call) -> tuple[Any, ...]:
-    """The call's kernels, or promises of them."""
+    """The call's kernels, or promises of them, for its device."""
     with current_device(call.device):
-        kernels = call.warm_up()
+        return _kernels(call)
+
+
+def _kernels(call: _Call) -> tuple[Any, ...]:
+    kernels = call.warm_up()
     return tuple(kernels) if isinstance(kernels, list) else () if kernels is None else (kernels,)
 
 
@@ -190,7 +240,14 @@ def _attempt(step: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _log(error: BaseException) -> None:
-    message = f"{type(error).__name__}: {error}"
+    _warn(f"a kernel will be compiled at its first launch instead: {_described(error)}")
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _warn(message: str) -> None:
     if message not in _failures:
         _failures.add(message)
-        logger.warning("qframework: a kernel will be compiled at its first launch instead: %s", message)
+        logger.warning("qframework: %s", message)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.compiler.config
+from torch import Tensor
 
+from qframework.compat.compile_pool import forks_until_ready
 from qframework.compat.early_launch import waiting_first
 from qframework.compat.missing import explained, note_error
 from qframework.compat.pytree import treespec_loads
@@ -38,6 +40,13 @@ def start_processes() -> None:
         note_error(error)
         return
     maybe_warm_pool()
+
+
+def may_have_processes() -> bool:
+    """Whether Inductor may compile in other processes, which a user forbids with one "compile thread"."""
+    with explained():
+        threads = inductor_config.compile_threads
+    return threads is None or threads > 1
 
 
 def can_call_subgraphs() -> bool:
@@ -101,7 +110,9 @@ def compile_graph(
             return compile_fx_inner(inner_gm, inputs, **kwargs)
 
     tagged = compiler_config.patch(cache_key_tag=tag)
-    with explained(), tagged, V.set_choices_handler(Choices()), one_schema_for_equal_calls(), waiting_first():
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
+    forks = forks_until_ready(on_gpu and may_have_processes() and not tunes_products(config))
+    with explained(), tagged, V.set_choices_handler(Choices()), one_schema_for_equal_calls(), waiting_first(), forks:
         return _compiler.compile_fx(
             gm,
             example_inputs,
@@ -222,6 +233,7 @@ __all__ = [
     "list_mode_options",
     "list_options",
     "load_compiled_package",
+    "may_have_processes",
     "package_structure",
     "select_decomp_table",
     "start_processes",

@@ -46,6 +46,12 @@ _PERSISTENT = "Inductor quantizes the rows of windows many times as slowly"
 _NO_SITES = "code that Inductor generated cannot call operators past the dispatcher"
 _DISPATCHED = "it calls them through the dispatcher, which takes the host about 7 us longer for each call"
 _LATE = "the processes that compile Triton kernels start late, and kernels are compiled one after the other"
+_NO_PROCESS = "whether a user wants nothing compiled in other processes is unknown, and compilation fails"
+_IN_FORKS = "forks of the process cannot compile kernels, and first calls take longer"
+_IN_THREADS = "kernels are compiled in threads"
+_UNSEEN_BY_PROTON = "Triton's profiler would miss kernels that forks compile"
+_ONE_AFTER_THE_OTHER = "forks of the process cannot compile Inductor's kernels, and first calls take longer"
+_IN_ORDER_UNTIL = "they are compiled one after the other until Inductor's processes are ready"
 _LAUNCHERS = "launchers are compiled one after the other, and first calls under CUDA graphs take longer"
 _TUNED = "repeated blocks would be cut where Inductor fuses products that it tunes"
 _WRAPPERS = "repeated blocks would be outlined where Inductor's code cannot call them, and compilation fails"
@@ -315,7 +321,13 @@ _ROWS = (
         source="torch._higher_order_ops.invoke_subgraph",
     ),
     # inductor.py
+    Name("torch._inductor.async_compile.AsyncCompile.process_pool", _ONE_AFTER_THE_OTHER, _IN_ORDER_UNTIL),
+    Name("torch._inductor.async_compile.AsyncCompile.use_process_pool", _ONE_AFTER_THE_OTHER, _IN_ORDER_UNTIL),
+    Name(
+        "torch._inductor.config.triton.proton_profiling", "Triton's profiler would miss kernels", "it is taken for off"
+    ),
     Name("torch._inductor.async_compile.maybe_warm_pool", _LATE, "Inductor starts them when a graph is lowered"),
+    Name("torch._inductor.config.compile_threads", _NO_PROCESS),
     Name("torch._inductor.config.cpp_wrapper", _WRAPPERS),
     Name("torch._inductor.config.fx_wrapper", _WRAPPERS),
     Name("torch._inductor.config.max_autotune", _TUNED),
@@ -373,6 +385,8 @@ _ROWS = (
         "they are checked at every call",
     ),
     Name("triton.runtime.driver.active.get_current_target", "the chip that Triton compiles for is unknown"),
+    Name("triton.runtime.driver.set_active", _IN_FORKS, _IN_THREADS),
+    Name("launcher_cls", _IN_FORKS, _IN_THREADS, source="triton.backends.nvidia.driver"),
     *(
         Name(f"triton.language.extra.cuda.{name}", "kernels cannot overlap", "each starts when the previous one ends")
         for name in ("gdc_wait", "gdc_launch_dependents")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.util
 import operator
 import sys
@@ -62,6 +63,26 @@ launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem
 def current_target() -> Any:
     """Triton's compilation target on the current device: ``backend`` and ``arch``."""
     return triton.runtime.driver.active.get_current_target()
+
+
+@explained()
+def compile_without_device() -> Callable[[], None]:
+    """What a fork of this process calls first, so that Triton compiles for the present device and asks no driver."""
+    active = triton.runtime.driver.active
+    device, target = active.get_current_device(), active.get_current_target()
+    stand_in = types.SimpleNamespace(
+        get_current_device=lambda: device,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+        launcher_cls=active.launcher_cls,
+    )
+    return functools.partial(triton.runtime.driver.set_active, stand_in)
+
+
+@explained()
+def build_launcher(kernel: Any) -> None:
+    """Make a compiled kernel's launcher, which Triton up to 3.6 compiles in C and finds in its cache later."""
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 _OFTEN = 1e-4  # seconds
@@ -245,8 +266,10 @@ def descriptor_maker(descriptor: Any) -> Callable[[Tensor], Any]:
 __all__ = [
     "TensorDescriptor",
     "argument_names",
+    "build_launcher",
     "compile_ahead",
     "compile_in",
+    "compile_without_device",
     "current_target",
     "descriptor_maker",
     "finished",

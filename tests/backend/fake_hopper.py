@@ -75,6 +75,7 @@ def hopper(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(warm_up_module, "current_device", Guard)
+    monkeypatch.setattr(warm_up_module, "may_fork", lambda: False)  # compile here, however many cores there are
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
         monkeypatch.setattr(kernel, "compile", None, raising=False)  # set by create_binder; put back afterwards

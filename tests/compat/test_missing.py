@@ -70,6 +70,7 @@ LATE_NAMES = (
     "transformers.models.sam.modeling_sam.SAM_VISION_ATTENTION_CLASSES",
     "transformers.models.sam_hq.modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES",
     "triton.AsyncCompileMode",
+    "triton.runtime.driver.set_active",
 )
 
 

@@ -36,7 +36,7 @@ UNSTABLE = (
 # Libraries that modules import from another module of the package, by the name that they get there.
 OWN_NAMES = {"triton": "triton", "tl": "triton.language"}
 # Methods of NamedTuple.
-PYTHON = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
+PYTHON = {"_asdict", "_exit", "_field_defaults", "_fields", "_make", "_replace"}
 # Names of operators in saved files.
 SAVED = {"torch._sym_sqrt"}
 # Last parts of paths in the table, and its keys.

@@ -1,0 +1,75 @@
+"""Inductor's processes that compile Triton kernels, until they are ready.
+
+They import PyTorch, which takes longer than writing a graph of repeated blocks. Meanwhile Inductor compiles one kernel
+after the other in its own process; here forks of this process do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from qframework.compat.missing import note_missing
+from qframework.forks import ForkedCall, may_fork
+
+
+LONGEST_S = 0.1  # of a fork, for which this process stands still: 0.03 s mostly, longer with tens of GB of memory
+
+
+class _Forks:
+    """What Inductor needs of a pool of processes."""
+
+    def __init__(self, waiting: ThreadPoolExecutor) -> None:
+        self._waiting, self._slow = waiting, False
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if self._slow:
+            return self._waiting.submit(function, *arguments)
+        began = time.perf_counter()
+        try:
+            call = ForkedCall(function, *arguments)
+        except OSError:
+            self._slow = True
+            return self._waiting.submit(function, *arguments)
+        self._slow = time.perf_counter() - began > LONGEST_S
+        return self._waiting.submit(call.result)
+
+
+@contextlib.contextmanager
+def forks_until_ready(allowed: bool) -> Iterator[None]:
+    """Let forks compile the Triton kernels of what is compiled inside, unless Inductor's processes are ready.
+
+    ``allowed``: whether Inductor may compile in other processes.
+    """
+    if not allowed or not may_fork() or (pool := _pool_to_replace()) is None:
+        yield
+        return
+    with ThreadPoolExecutor(thread_name_prefix="qframework-forks") as waiting, contextlib.ExitStack() as patches:
+        forks = _Forks(waiting)
+        for name, answer in (("use_process_pool", True), ("process_pool", forks)):
+            patches.callback(setattr, pool, name, vars(pool)[name])
+            # cached: a fork empties the caches of what makes the pool
+            setattr(pool, name, staticmethod(functools.lru_cache(1)(functools.partial(_same, answer))))
+        yield
+
+
+def _pool_to_replace() -> Any:
+    """Inductor's class, unless its processes are ready or it must compile in this one."""
+    from torch._inductor import async_compile, config
+
+    pool: Any = getattr(async_compile, "AsyncCompile", None)
+    for name in ("process_pool", "use_process_pool"):
+        if not hasattr(pool, name):
+            note_missing(f"torch._inductor.async_compile.AsyncCompile.{name}")
+            return None
+    if getattr(config.triton, "proton_profiling", False) or pool.use_process_pool():
+        return None
+    return pool
+
+
+def _same(x: Any) -> Any:
+    return x

@@ -1,0 +1,91 @@
+"""Forks stand for Inductor's processes until these are ready, and Inductor is as it was afterwards."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+
+from qframework.compat import compile_pool
+from qframework.compat.compile_pool import forks_until_ready
+from qframework.compat.missing import replaced
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+READY: list[bool] = []
+NAMES = ("process_pool", "use_process_pool")
+
+
+@pytest.fixture(autouse=True)
+def unready(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Many cores, and processes that are not ready."""
+    monkeypatch.setattr(compile_pool, "may_fork", lambda: True)
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: bool(READY)))
+    before = [vars(AsyncCompile)[name] for name in NAMES]
+    yield
+    assert [vars(AsyncCompile)[name] for name in NAMES] == before
+
+
+def test_kernels_are_compiled_in_forks_inside() -> None:
+    with forks_until_ready(allowed=True):
+        assert AsyncCompile().use_process_pool()
+        pool = AsyncCompile.process_pool()
+        assert AsyncCompile().process_pool() is pool
+        tasks = [pool.submit(os.getpid) for _ in range(3)]
+        assert len({task.result() for task in tasks} | {os.getpid()}) == 4
+    assert not AsyncCompile.use_process_pool()
+
+
+def test_a_fork_empties_inductors_caches_without_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Inductor does so in every fork; Python prints errors there."""
+    with forks_until_ready(allowed=True):
+        if (process := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(process, 0)
+    assert "rror" not in capfd.readouterr().err
+
+
+def test_where_no_process_can_be_forked_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with forks_until_ready(allowed=True):
+        assert [AsyncCompile.process_pool().submit(os.getpid).result() for _ in range(2)] == [os.getpid()] * 2
+
+
+def test_where_forks_take_long_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "LONGEST_S", 0.0)
+    with forks_until_ready(allowed=True):
+        first, second = (AsyncCompile.process_pool().submit(os.getpid).result() for _ in range(2))
+    assert first != second == os.getpid()
+
+
+def test_an_error_inside_restores_inductor() -> None:
+    with pytest.raises(ValueError, match="inside"), forks_until_ready(allowed=True):
+        raise ValueError("inside")
+
+
+@pytest.mark.parametrize("reason", ["not allowed", "few cores", "processes are ready", "Triton's profiler"])
+def test_inductor_is_left_alone(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    if reason == "few cores":
+        monkeypatch.setattr(compile_pool, "may_fork", lambda: False)
+    if reason == "processes are ready":
+        monkeypatch.setattr(sys.modules[__name__], "READY", [True])
+    before = [vars(AsyncCompile)[name] for name in NAMES]
+    profiled = config.patch({"triton.proton_profiling": reason == "Triton's profiler"})
+    with profiled, forks_until_ready(allowed=reason != "not allowed"):
+        assert [vars(AsyncCompile)[name] for name in NAMES] == before
+
+
+def test_a_pool_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torch._inductor.async_compile.AsyncCompile.process_pool"
+    with monkeypatch.context() as patch:
+        patch.delattr(AsyncCompile, "process_pool")
+        counted = replaced[name]
+        with forks_until_ready(allowed=True):
+            pass
+        assert replaced[name] == counted + 1
