@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -52,6 +53,16 @@ def test_small_models_are_left_to_pythons_collector(of_bytes, freed):
     assert kept is not None
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As in a process of a user; conftest.py freezes what tests have in common."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_collections_inside_leave_out_what_exists_and_find_new_garbage() -> None:
     class Node:
         pass
@@ -73,24 +84,23 @@ def test_collections_inside_leave_out_what_exists_and_find_new_garbage() -> None
     assert before() is None
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_somebody_froze_stays_frozen() -> None:
     gc.freeze()
-    try:
-        count = gc.get_freeze_count()
-        with collecting_new_objects():
-            assert gc.get_freeze_count() == count
-        assert gc.get_freeze_count() == count > 0
-    finally:
-        gc.unfreeze()
+    count = gc.get_freeze_count()
+    with collecting_new_objects():
+        assert gc.get_freeze_count() == count
+    assert gc.get_freeze_count() == count > 0
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_an_error_ends_it() -> None:
     with pytest.raises(ValueError, match="inside"), collecting_new_objects():
         raise ValueError("inside")
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "nothing_frozen")
 def test_the_backend_compiles_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen: list[bool] = []
     run_passes = backend.run_passes
