@@ -1,15 +1,17 @@
-"""A compiled INT8 model does not keep its float model alive."""
+"""A compiled INT8 model does not keep its float model alive, and its compilation does not collect old objects."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
 from lowered_models import Block, converted, example
 
-from qframework.backend.release import release_prepared_models
+from qframework.backend import compile as backend
+from qframework.backend.release import collecting_new_objects, release_prepared_models
 
 
 @pytest.fixture
@@ -49,3 +51,65 @@ def test_small_models_are_left_to_pythons_collector(of_bytes, freed):
     gc.collect()
     assert reference() is None
     assert kept is not None
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As in a process of a user; conftest.py freezes what tests have in common."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_collections_inside_leave_out_what_exists_and_find_new_garbage() -> None:
+    class Node:
+        pass
+
+    def circle() -> weakref.ref[Node]:
+        node = Node()
+        node.itself = node  # type: ignore[attr-defined]
+        return weakref.ref(node)
+
+    gc.collect()
+    before = circle()
+    with collecting_new_objects():
+        inside = circle()
+        gc.collect()
+        assert before() is not None
+        assert inside() is None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert before() is None
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_somebody_froze_stays_frozen() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with collecting_new_objects():
+        assert gc.get_freeze_count() == count
+    assert gc.get_freeze_count() == count > 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_an_error_ends_it() -> None:
+    with pytest.raises(ValueError, match="inside"), collecting_new_objects():
+        raise ValueError("inside")
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "nothing_frozen")
+def test_the_backend_compiles_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    run_passes = backend.run_passes
+
+    def seen(lowering: object) -> None:
+        frozen.append(gc.get_freeze_count() > 0)
+        run_passes(lowering)
+
+    monkeypatch.setattr(backend, "run_passes", seen)
+    torch.compile(torch.nn.Linear(4, 4), backend="qframework")(torch.ones(2, 4))
+    assert frozen == [True]
+    assert gc.get_freeze_count() == 0

@@ -157,6 +157,7 @@ def quantized_attention_triton(
         marked=qk.marked and qk.q_scale is not None,
         mask="none" if bias.mask is None else "bool" if bias.mask.dtype == torch.bool else "float",
         whole_rows=whole_rows,
+        whole_blocks=lengths is None and _whole_blocks(bias, qk.k, tile.block_n),
         v_scale_per_channel=v_scale is not None and v_scale.shape[-1] == channels,
         out_scale_per_head=out_scale is not None and out_scale.numel() > 1,
     )
@@ -202,6 +203,16 @@ def quantized_attention_triton(
 def _mode(variant: AttentionVariant, v: Tensor) -> str:
     """The kernel's product of P and V: the variant's, or "fp32" where V stays in float32."""
     return "fp32" if variant.pv == "fp16" and v.dtype == torch.float32 else variant.pv
+
+
+def _whole_blocks(bias: Bias, k: Tensor, block_n: int) -> bool:
+    """Whether all blocks of ``k (B, Hkv, Nk, D)`` have ``block_n`` keys, and gain from a kernel that relies on it.
+
+    Those with a mask do, whose next block is then copied to shared memory ahead, of which other chips have too little.
+    """
+    hopper = capability_of(k.device) in (None, (9, 0))
+    small = bias.mask is not None and bias.mask.element_size() <= 2 and k.element_size() <= 2
+    return hopper and small and k.shape[2] % block_n == 0
 
 
 def _mask(bias: Bias) -> Mask | None:

@@ -180,6 +180,7 @@ class Layout(NamedTuple):
     marked: bool  # a row of Q that starts with -128 (INT4: -8) held NaN
     mask: str  # "none", "bool", "float"
     whole_rows: bool  # a block of keys is one row of the image that relative positions describe
+    whole_blocks: bool  # no block of keys ends early, so that masks are read without conditions, many bytes at a time
     v_scale_per_channel: bool
     out_scale_per_head: bool
 
@@ -331,7 +332,7 @@ def _quantized_attention_kernel(
             k_scale_ptrs = k_scale_base + _scale_of_token(n, K_GROUPS)
         elif BITS < 16:
             k_scale_ptrs = k_scale_base + start // K_GROUPS.span
-        inside = n < keys
+        inside = tl.full((BLOCK_N,), True, tl.int1) if LAYOUT.whole_blocks else n < keys
         k_ptrs, k_mask = k_base + n[None, :] * k.token + d[:, None], (d < D)[:, None] & inside[None, :]
         s = _scores(q_tile, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, BITS, K_TOKEN_SCALE)
         if row_bias is not None:

@@ -393,3 +393,16 @@ def test_a_kernel_sees_what_the_chip_stores(launches):
     for chip, dtype in (("sm_90", torch.float8_e4m3fn), ("sm_80", torch.float16)):
         recorded = launches(chip, float_call("sage2_int8"))
         assert recorded["_quantized_attention_kernel"][0].arguments["v"].data.dtype == dtype
+
+
+@pytest.mark.parametrize("mask", [torch.float16, torch.bool], ids=str)
+@pytest.mark.parametrize(("keys", "ahead"), [(512, True), (500, False)])
+def test_masks_of_whole_blocks_are_copied_ahead_on_hopper(launches, keys, ahead, mask, tmp_path):
+    """In pieces of up to 16 bytes to shared memory; else each thread loads one value after the other and waits."""
+    q, k, v = operands(64, 512)
+    given = {"attn_mask": torch.zeros(1, 2, 512, keys, dtype=mask), "variant": "unquantized"}
+    recorded = launches("sm_90", lambda: SAGE_ATTENTION.cuda(q, k[:, :, :keys], v[:, :, :keys], **given))
+    compiled = compile_launch("sm_90", recorded["_quantized_attention_kernel"][0])
+    single = re.findall(r"ld\.global\.(?:b8|b16|u8|u16)\b", compiled.asm["ptx"])
+    assert len(single) == (0 if ahead else 32)
+    assert_fits("sm_90", compiled, tmp_path, 0)
