@@ -138,7 +138,10 @@ def _mark(front: Front) -> str:
 
 
 def _draw(front: Front, path: Path) -> None:
-    """Correspondences against speed: uniform configurations, what was found, and a line through the best of it."""
+    """Correspondences against speed: uniform configurations, what was found, and a line through the best of it.
+
+    Of uniform configurations of equal speed the most accurate has its name.
+    """
     import matplotlib
 
     matplotlib.use("svg")
@@ -157,8 +160,12 @@ def _draw(front: Front, path: Path) -> None:
         found = [(speed, kept) for _, uniform, speed, kept in rows if not uniform]
         axis.plot(*zip(*found, strict=True), "o", color=COLOUR, label="found by tune")
         axis.plot(*zip(*_best(found), strict=True), "-", color=COLOUR)
-        for name, _, speed, kept in (row for row in rows if row[1]):
+        named: set[float] = set()
+        for name, _, speed, kept in (row for row in rows if row[1]):  # of equal speed the most accurate first
             axis.plot(speed, kept, "s", color=GREY)
+            if speed in named:
+                continue
+            named.add(speed)
             axis.annotate(name, (speed, kept), xytext=(0, -11), textcoords="offset points", ha="center")
         axis.set_xlabel("images per second")
         axis.set_ylabel("correspondences kept, %")
