@@ -6,9 +6,11 @@
     python -m benchmarks.pretrained_front recipes --choices CHOICES.json --output SPEEDS.json    the same, of recipes
 
 Speed does not depend on the values of weights, so that the GPU needs no trained ones: ``times`` measures every kind of
-layer in every choice, and ``search`` runs ``tune`` with these times and correspondences as the metric. Speeds of the
-search are estimates: the float model's time with those of its layers replaced. ``whole`` compiles and times the float
-model, the uniform configurations and the front under CUDA graphs. ``recipes`` times plain static INT8 and what recipes
+layer in every choice, and ``search`` runs ``tune`` with these times and correspondences as the metric; those of the
+front and of uniform configurations it measures again, on other crops that nothing was chosen by. Speeds of the search
+are estimates: the float model's time with those of its layers replaced. ``whole`` compiles and times the float
+model, the uniform configurations and the front under CUDA graphs; of those whose kernels are equal, since only the
+observers of static layers differ, it times one. ``recipes`` times plain static INT8 and what recipes
 chose for trained weights: inputs with scales per token or zero points, layers in float, attention with scales per head.
 What recipes move into weights is left out, and margins, which cost nothing.
 """
@@ -33,7 +35,7 @@ from benchmarks import pretrained_models
 from benchmarks.harness import argument_parser
 from benchmarks.machine import describe_machine
 from benchmarks.pretrained import EVALUATION_SEED
-from benchmarks.pretrained_data import crops
+from benchmarks.pretrained_data import Crops, crops
 from benchmarks.pretrained_tasks import correspondences
 from qframework.conversion.exported import export_model, quantize_exported
 from qframework.errors import FileFormatError, QFrameworkError
@@ -49,16 +51,34 @@ from qframework.quantizer import (
     static_int8,
 )
 from qframework.tuning import tune
-from qframework.tuning.assignment import Assignment
+from qframework.tuning.assignment import Assignment, Meanings
+from qframework.tuning.candidates import Candidates
 from qframework.tuning.journal import Journal
-from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC, milliseconds
+from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC, milliseconds, zero_point_milliseconds
 from qframework.tuning.layers import Layer, LinearOperands, Operands, find_layers
+from qframework.tuning.results import Trial
+from qframework.tuning.search import pareto
 
 SCHEMA = 1
 BATCH = 64
 VARIANTS = ("sage_b", "sage_vb", "sage2_int8")
 _EXAMPLES = 8  # that the noise of a layer is measured on
 _BATCH = 8
+_STEP = 1.0  # points of correspondences between configurations of the front that are timed
+# What ``tune`` may choose for a static layer besides min-max, and what is only compared as a uniform configuration.
+_TRIED = {
+    "moving average": ActivationConfig(observer="moving_average"),
+    "percentile 99.999": ActivationConfig(observer="percentile", observer_args={"percentile": 99.999}),
+    "mse": ActivationConfig(observer="mse"),
+    "zero point": ActivationConfig(symmetric=False),
+    "zero point, moving average": ActivationConfig(observer="moving_average", symmetric=False),
+}
+_COMPARED = {
+    "percentile 99.99": ActivationConfig(observer="percentile", observer_args={"percentile": 99.99}),
+    "entropy": ActivationConfig(observer="entropy"),
+    "per position": ActivationConfig("per_token"),
+}
+MEANINGS = Meanings(observers=_TRIED | _COMPARED)
 _GRAPHS: dict[str, Any] = {"triton.cudagraphs": True}
 
 
@@ -81,6 +101,10 @@ def uniform(layers: Sequence[Layer]) -> dict[str, Assignment]:
         "dynamic": (DYNAMIC, FLOAT),
         "dynamic + static attention": (DYNAMIC, STATIC),
     }
+    for name in MEANINGS.observers:
+        choice = f"{STATIC} {name}"
+        attention = choice if choice in MEANINGS.statics("attention") else STATIC
+        both[f"static + attention, {name}"] = (choice, attention)
     return {
         name: Assignment({layer.key: linear if layer.kind == "linear" else attention for layer in layers})
         for name, (linear, attention) in both.items()
@@ -98,6 +122,7 @@ class Settings:
     model: Mapping[str, Any]
     batch: int = BATCH
     crops: int = 68
+    held_out: int = 102
     calibration: int = 16
 
     @property
@@ -117,7 +142,7 @@ class Settings:
 
 
 FULL = Settings({"img_size": pretrained_models.IMAGE_SIZE})
-SMOKE = Settings({"img_size": 28, "embed_dim": 48, "depth": 2, "num_heads": 2, "init_values": 1.0}, 2, 34, 4)
+SMOKE = Settings({"img_size": 28, "embed_dim": 48, "depth": 2, "num_heads": 2, "init_values": 1.0}, 2, 34, 34, 4)
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------
@@ -162,7 +187,7 @@ def whole(
             call = _compiled(model, None, device)
         else:
             data = [images[:_BATCH]] if assignment.is_calibrated else None
-            quantized = quantize_exported(copy.deepcopy(exported), assignment.quantizer(), data)
+            quantized = quantize_exported(copy.deepcopy(exported), assignment.quantizer(MEANINGS), data)
             call = _compiled(quantized, assignment.options(), device)
         found[name] = throughput(call, images)
         print(f"{name}: {found[name]:.0f} images/s", flush=True)
@@ -246,70 +271,149 @@ class StoredTimer:
         except KeyError as error:
             raise FileFormatError(f"the times must hold {call_name(operands)!r} as {choice!r}, got none") from error
 
+    def zero_point(self, operands: Operands) -> float:
+        """Milliseconds of a zero point on a GPU, by rule."""
+        return zero_point_milliseconds(operands, "cuda")
+
     def model(self, module: Any) -> float:
         """Images per second of the float model."""
         return float(self._stored["float_images_per_second"])
 
 
-def search(settings: Settings, stored: Mapping[str, Any], max_drop: float, journal: Path | None) -> dict[str, Any]:
-    """The trials of ``tune`` and its front; correspondences are those of ``settings.crops`` crops."""
+def search(
+    settings: Settings, stored: Mapping[str, Any], budgets: Sequence[float], journal_path: Path | None
+) -> dict[str, Any]:
+    """The trials of ``tune`` for each budget and of uniform configurations; which are on its front.
+
+    ``tune`` chooses by correspondences of ``settings.crops`` crops. Those of ``settings.held_out`` others are measured
+    for the front and uniform configurations.
+    """
     model = settings.network(trained=settings is FULL)
     preprocessed_for: Any = model.model
-    data = crops(settings.crops, EVALUATION_SEED + 1, preprocessed_for, settings.size)
     calibration = list(crops(settings.calibration, 0, preprocessed_for, settings.size).images.split(_BATCH))
-    batches = data.images.split(_BATCH)
-    images = data.images[:_EXAMPLES]
-    with torch.no_grad():
-        expected = torch.cat([model(batch) for batch in batches])[:, 1:]
-
-    def kept(graph: Callable[[Tensor], Tensor]) -> float:
-        with torch.no_grad():
-            actual = torch.cat([graph(batch) for batch in batches])[:, 1:]
-        return 100 * correspondences(expected, actual, data.photograph)
-
-    found = tune(
-        model,
-        images,
-        kept,
-        calibration,
-        max_drop=max_drop,
-        variants=VARIANTS,
-        compiled=False,
-        timer=StoredTimer(stored, len(images)),  # type: ignore[arg-type]
-        journal=Journal(journal, {"crops": settings.crops, "calibration": settings.calibration}),
+    seen = _Kept(model, crops(settings.crops, EVALUATION_SEED + 1, preprocessed_for, settings.size))
+    images = seen.data.images[:_EXAMPLES]
+    journal = Journal(journal_path, {"crops": settings.crops, "calibration": settings.calibration})
+    trials: dict[Assignment, Trial] = {}
+    for budget in budgets:
+        found = tune(
+            model,
+            images,
+            seen,
+            calibration,
+            max_drop=budget,
+            variants=VARIANTS,
+            meanings=Meanings(observers=_TRIED),
+            compiled=False,
+            timer=StoredTimer(stored, len(images)),  # type: ignore[arg-type]
+            journal=journal,
+        )
+        trials |= {trial.assignment: trial for trial in found.trials}
+    rows = _Rows(
+        Candidates(export_model(model, images), images, calibration, MEANINGS),
+        seen,
+        _Kept(model, crops(settings.held_out, EVALUATION_SEED + 2, preprocessed_for, settings.size)),
+        journal,
     )
-    named = {each: name for name, each in uniform(find_layers(export_model(model, images), images)).items()}
-    front = set(map(id, found.front()))
-    trials = [
-        {
-            "configuration": named.get(trial.assignment, ""),
-            "correspondences": trial.metric,
-            "estimated_images_per_second": trial.estimated_images_per_second,
-            "front": id(trial) in front,
-            "layers": trial.assignment.count(),
-            "assignment": trial.assignment.to_dict(),
-        }
-        for trial in found.trials
-    ]
-    return {"max_drop": max_drop, "trials": trials}
+    sizes = {"crops": settings.crops, "held_out_crops": settings.held_out, "calibration": settings.calibration}
+    observers = {name: each.to_dict() for name, each in MEANINGS.observers.items()}
+    return {**sizes, "max_drop": list(budgets), "observers": observers, "trials": rows.of(list(trials.values()))}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Describes trials and uniform configurations, and measures what is missing of them."""
+
+    candidates: Candidates
+    seen: _Kept
+    held_out: _Kept
+    journal: Journal
+
+    def of(self, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+        """One row for each."""
+        layers = find_layers(self.candidates.exported, self.candidates.images)
+        named = {each: name for name, each in uniform(layers).items()}
+        front = {trial.assignment for trial in thin_front(trials)}
+        kept = {trial.assignment: trial.metric for trial in trials}
+        for assignment, name in named.items():
+            if assignment not in kept:
+                kept[assignment] = self._measured(f"metric {name}", assignment, self.seen)
+        speeds = {trial.assignment: trial.estimated_images_per_second for trial in trials}
+        rows = []
+        for assignment, correspondences_kept in kept.items():
+            row = {
+                "configuration": named.get(assignment, ""),
+                "correspondences": correspondences_kept,
+                "estimated_images_per_second": speeds.get(assignment),
+                "front": assignment in front,
+                "layers": MEANINGS.kernels(assignment).count(),
+                "kernels": kernels_name(assignment, named),
+                "assignment": assignment.to_dict(),
+            }
+            if row["configuration"] or row["front"]:
+                key = f"metric on {len(self.held_out.data.images)} others {digest(assignment.to_dict())}"
+                row["held_out"] = self._measured(key, assignment, self.held_out)
+            rows.append(row)
+        return rows
+
+    def _measured(self, key: str, assignment: Assignment, kept: _Kept) -> float:
+        return self.journal(key, lambda: kept(self.candidates.quantized(assignment)))
+
+
+def thin_front(trials: Sequence[Trial]) -> list[Trial]:
+    """The Pareto front of the search's estimates, fastest first, each at least a point better than the one before."""
+    points = [(trial.estimated_images_per_second, trial.drop) for trial in trials]
+    found: list[Trial] = []
+    for trial in (trials[index] for index in pareto(points)):
+        if not found or trial.metric >= found[-1].metric + _STEP:
+            found.append(trial)
+    return found
+
+
+class _Kept:
+    """Correspondences kept by a graph, in percent of those of the float model."""
+
+    def __init__(self, model: nn.Module, data: Crops) -> None:
+        self.data = data
+        self._expected = self._patches(model)
+
+    def __call__(self, graph: Callable[[Tensor], Tensor]) -> float:
+        return 100 * correspondences(self._expected, self._patches(graph), self.data.photograph)
+
+    @torch.no_grad()
+    def _patches(self, graph: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.cat([graph(batch) for batch in self.data.images.split(_BATCH)])[:, 1:]
+
+
+def kernels_name(assignment: Assignment, named: Mapping[Assignment, str]) -> str:
+    """Names the kernels of an assignment: as the first uniform configuration that runs them, or by a digest."""
+    kernels = MEANINGS.kernels(assignment)
+    same = (name for each, name in named.items() if MEANINGS.kernels(each) == kernels)
+    return next(same, digest(kernels.to_dict()))
 
 
 def wanted_whole(document: Mapping[str, Any]) -> dict[str, Assignment]:
-    """The uniform configurations and the front of a file of ``search``, by name."""
+    """The uniform configurations and the front of a file of ``search``, by the name of their kernels."""
     trials = [trial for trial in document["trials"] if trial["configuration"] or trial["front"]]
     trials = [trial for trial in trials if set(trial["layers"]) - {"linear float", "attention float"}]
     trials.sort(key=lambda trial: not trial["configuration"])
-    return {trial_name(trial): Assignment.from_dict(trial["assignment"]) for trial in trials}
-
-
-def trial_name(trial: Mapping[str, Any]) -> str:
-    """The name of a uniform configuration, or a digest of the choices."""
-    return str(trial["configuration"]) or digest(trial["assignment"])
+    found: dict[str, Assignment] = {}
+    for trial in trials:
+        found.setdefault(trial["kernels"], Assignment.from_dict(trial["assignment"]))
+    return found
 
 
 def digest(assignment: Mapping[str, Any]) -> str:
     """Identifies an assignment as ``to_dict`` gives it."""
     return hashlib.sha256(json.dumps(assignment, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def earlier_speeds(path: Path, device: str) -> dict[str, float]:
+    """The speeds of a file of ``whole``. Raises FileFormatError for one of another device."""
+    document = read(path, "whole")
+    if document["machine"]["device"] != device:
+        raise FileFormatError(f"{path} must hold speeds of {device}, got those of {document['machine']['device']}")
+    return dict(document["images_per_second"])
 
 
 def read(path: Path, step: str) -> dict[str, Any]:
@@ -327,9 +431,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--times", type=Path, help="of the step times, for search")
     parser.add_argument("--front", type=Path, help="of the step search, for whole")
+    parser.add_argument("--timed", type=Path, help="for whole: a file of an earlier run, whose speeds are kept")
     parser.add_argument("--choices", type=Path, help="for recipes: what recipes chose, by name")
     parser.add_argument("--turns", type=int, default=5, help="for recipes: measurements of each choice (default: 5)")
-    parser.add_argument("--max-drop", type=float, default=8.0, help="points of correspondences (default: 8)")
+    parser.add_argument(
+        "--max-drop",
+        type=float,
+        nargs="+",
+        default=[8.0, 15.0, 20.0],
+        help="points of correspondences, one search each",
+    )
     parser.add_argument("--journal", type=Path, help="for search: resumes what this file holds")
     parser.add_argument(
         "--limit", type=float, default=60.0, help="for whole, recipes: seconds after which no case is begun"
@@ -357,9 +468,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured = recipe_speeds(FULL, given.device, choices, given.limit, given.turns)
             found = {"batch": BATCH, "images_per_second": measured}
         else:
-            wanted = wanted_whole(read(given.front, "search"))
-            speeds = whole(FULL, given.device, wanted, given.limit, lambda x: write({"images_per_second": x}))
-            found = {"images_per_second": speeds}
+            known = {} if given.timed is None else earlier_speeds(given.timed, describe_machine(given.device)["device"])
+            wanted = {
+                name: each for name, each in wanted_whole(read(given.front, "search")).items() if name not in known
+            }
+            speeds = whole(FULL, given.device, wanted, given.limit, lambda x: write({"images_per_second": known | x}))
+            found = {"images_per_second": known | speeds}
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2
@@ -372,7 +486,7 @@ def _smoke() -> dict[str, Any]:
     stored = times(SMOKE, "cpu", repeats=1)
     for choices in stored["milliseconds"].values():
         choices.update({choice: 0.1 + 0.01 * len(choice) for choice in choices}, float=1.0)
-    found = search(SMOKE, stored, 1.0, None)
+    found = search(SMOKE, stored, [1.0, 2.0], None)
     found["images_per_second"] = whole(SMOKE, "cpu", wanted_whole(found), 10.0)
     some = {"activations": {"model.blocks.0.mlp.fc2": "float", "model.blocks.1.mlp.fc2": "zero_point + 0.2"}}
     found["recipes"] = recipe_speeds(SMOKE, "cpu", {"some": some}, 10.0, turns=1)

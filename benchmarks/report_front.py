@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.pages import Plot
 from benchmarks.plots import COLOUR, GREY, WIDTH
-from benchmarks.pretrained_front import read, trial_name
+from benchmarks.pretrained_front import read
 from benchmarks.tables import machine_line, table
 
 FOLDER = "front"  # below the folder of accuracy's results
@@ -22,8 +22,11 @@ HEAD = """### What `tune` finds for DINOv2
 
 `python -m benchmarks.pretrained_front`: `tune` without a recipe chooses float, static or dynamic INT8 for each linear
 and float, static INT8 or a kernel of SageAttention for each attention, by how much each alone changes the output and
-by the times of the layers on a GPU. Correspondences are those of 68 crops. Speed is that of whole models in FP16 with
-random weights under CUDA graphs, {batch} images at once; the search itself estimates speeds from the layers' times.
+by the times of the layers on a GPU; and for static layers an observer, or a zero point. It chooses by correspondences
+of {seen} crops; those of the table are of {held_out} others. Observers change nothing but the values of scales, so that
+configurations that differ in them alone run the same kernels and have one measured speed. Speed is that of whole models
+in FP16 with random weights under CUDA graphs, {batch} images at once; the search itself estimates speeds from the times
+of layers.
 """
 
 
@@ -39,12 +42,20 @@ class Front:
         """Name, whether it is uniform, images per second and correspondences in percent, fastest first."""
         speeds = self.whole["images_per_second"]
         found = [
-            (_label(trial), bool(trial["configuration"]), speeds[trial_name(trial)], trial["correspondences"])
-            for trial in self.search["trials"]
-            if trial_name(trial) in speeds
+            (_label(trial), bool(trial["configuration"]), speeds[trial["kernels"]], trial["held_out"])
+            for trial in self._shown()
+            if trial["kernels"] in speeds
         ]
         found += [("float", True, speeds["float"], 100.0)]
-        return sorted(found, key=lambda row: -row[2])
+        return sorted(found, key=lambda row: (-row[2], -row[3]))
+
+    def not_timed(self) -> int:
+        """How many configurations have no measured speed."""
+        return sum(trial["kernels"] not in self.whole["images_per_second"] for trial in self._shown())
+
+    def _shown(self) -> list[Mapping[str, Any]]:
+        """Uniform configurations and the front."""
+        return [trial for trial in self.search["trials"] if trial["configuration"] or trial["front"]]
 
 
 def _label(trial: Mapping[str, Any]) -> str:
@@ -77,7 +88,8 @@ def render(front: Front | None) -> str:
         [name, "uniform" if is_uniform else "found", f"{speed:.0f}", f"{kept:.1f}"]
         for name, is_uniform, speed, kept in front.rows()
     ]
-    parts = [HEAD.format(batch=front.batch), table(["layers", "", "images/s", "correspondences, %"], rows)]
+    head = HEAD.format(batch=front.batch, seen=front.search["crops"], held_out=front.search["held_out_crops"])
+    parts = [head, table(["layers", "", "images/s", "correspondences, %"], rows)]
     parts += [_comparison(front), f"![What tune finds for DINOv2](assets/{PLOT})\n"]
     return "\n".join([*parts, machine_line(front.search["machine"], {}), machine_line(front.whole["machine"], {})])
 
@@ -93,9 +105,13 @@ def _comparison(front: Front) -> str:
             (beaten if better else others).append(name)
     sentences = []
     if beaten:
-        sentences.append(f"At least as fast and as accurate as {_names(beaten)} is one that was found.")
+        sentences.append(
+            f"For each of these, one that was found is at least as fast and as accurate: {_names(beaten)}."
+        )
     if others:
-        sentences.append(f"None that was found is as fast and as accurate as {_names(others)}.")
+        sentences.append(f"For none of these: {_names(others)}.")
+    if front.not_timed():
+        sentences.append(f"{front.not_timed()} more were not timed.")
     return " ".join(sentences) + "\n"
 
 
@@ -105,7 +121,7 @@ def _best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _names(names: list[str]) -> str:
-    return " and as ".join(f"uniform {name}" for name in names)
+    return "; ".join(f"uniform {name}" for name in names)
 
 
 def plots(front: Front | None) -> dict[str, Plot]:

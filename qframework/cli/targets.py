@@ -197,16 +197,18 @@ class Study:
         self._recipe, self._batches = recipe, batches
         self._settings = {"command": command, "batches": batches, "observer": observer, "recipe": recipe}
 
-    def arguments(self, subject: Subject, **settings: Any) -> dict[str, Any]:
+    def arguments(self, subject: Subject, observers: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
         """The other arguments of both functions; ``settings`` must match those of an existing journal."""
-        from qframework.tuning.assignment import Meanings
+        from qframework.tuning.assignment import OBSERVERS, Meanings
         from qframework.tuning.journal import Journal
 
+        more = {name: OBSERVERS[name] for name in observers}
+        settings = {**self._settings, **subject.settings, "observers": list(observers), **settings}
         return {
-            "meanings": Meanings(static=self._linear, static_attention=self._attention),
+            "meanings": Meanings(static=self._linear, static_attention=self._attention, observers=more),
             "recipe": recipe_named(self._recipe),
             "batches": self._batches,
-            "journal": Journal(self._journal, {**self._settings, **subject.settings, **settings}),
+            "journal": Journal(self._journal, settings),
             "show_progress": True,
         }
 
@@ -290,6 +292,15 @@ def check_choices(linear: tuple[str, ...] = (), attention: tuple[str, ...] = ())
         Meanings().linear(choice)
     for choice in attention:
         Meanings().attention(choice)
+
+
+def check_observers(observers: tuple[str, ...]) -> None:
+    """Raise QFrameworkError for an observer that ``tune`` does not know by name."""
+    from qframework.tuning.assignment import OBSERVERS
+
+    for name in observers:
+        if name not in OBSERVERS:
+            raise QFrameworkError(f"--observers must be off or some of {', '.join(OBSERVERS)}, got {name!r}")
 
 
 def names(listed: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qframework.cli import command
-from qframework.cli.targets import Study, check_choices, device_and_dtype, load_subject, names
+from qframework.cli.targets import Study, check_choices, check_observers, device_and_dtype, load_subject, names
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -32,6 +32,9 @@ def tune(
         str | None, typer.Option(help="Attention variants to try: sage_b,sage2_int8 or off; default: the fast ones.")
     ] = None,
     observer: command.Observer = "minmax",
+    observers: Annotated[
+        str, typer.Option(help="Others to choose from for each static layer: moving_average,mse,zero_point or off.")
+    ] = "off",
     recipe: command.RecipeName = "none",
     limit: command.Limit = None,
     batches: command.Batches = 8,
@@ -53,6 +56,8 @@ def tune(
     study = Study("tune", output or Path(f"{model}_tuned.json"), plot, observer, recipe, batches)
     chosen = None if variants is None else names(variants)
     check_choices(attention=chosen or ())
+    others = names(observers)
+    check_observers(others)
     subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, on, dtype)
 
     from qframework.tuning.mixed_precision import tune as search
@@ -62,7 +67,7 @@ def tune(
         max_drop=max_drop,
         variants=chosen,
         compiled=not eager,
-        **study.arguments(subject, eager=eager),
+        **study.arguments(subject, others, eager=eager),
     )
     study.finish(subject, result, as_json)
     if sentence := result.slower_than_float():

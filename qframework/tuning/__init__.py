@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from qframework.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from qframework.tuning.assignment import Assignment, Meanings
+    from qframework.tuning.assignment import OBSERVERS, Assignment, Meanings
     from qframework.tuning.journal import Journal
     from qframework.tuning.layer_sensitivity import Sensitivity, sensitivity
     from qframework.tuning.mixed_precision import Tuning, tune
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from qframework.tuning.results import LayerSensitivity, Measured, Trial
 
 __all__ = [
+    "OBSERVERS",
     "Assignment",
     "Journal",
     "LayerSensitivity",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "OBSERVERS": "assignment",
     "Assignment": "assignment",
     "Journal": "journal",
     "LayerSensitivity": "results",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qframework.errors import UnsupportedError
 from qframework.quantizer import (
+    ActivationConfig,
     AttentionConfig,
     LinearConfig,
     QFrameworkQuantizer,
@@ -18,32 +19,92 @@ from qframework.quantizer import (
     static_attention,
     static_int8,
 )
-from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC
+from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC, kind_of
 from qframework.tuning.layers import KINDS, Layer, LayerKind
 
 Key = tuple[LayerKind, str]
 
 
+# Other observers of static layers, for ``Meanings.observers``. Only a zero point takes time: an addition in the layer
+# before.
+OBSERVERS: Mapping[str, ActivationConfig] = {
+    **{name: ActivationConfig(observer=name) for name in ("moving_average", "percentile", "mse", "entropy")},
+    "zero_point": ActivationConfig(symmetric=False),
+}
+
+
 @dataclass(frozen=True)
 class Meanings:
-    """The configurations behind the choices; an attention variant is a choice by its own name."""
+    """The configurations behind the choices; an attention variant is a choice by its own name.
+
+    Attributes:
+        static: of static linears.
+        dynamic: of dynamic linears.
+        static_attention: of static attention.
+        observers: other static activations by name, which are choices as well: ``"static mse"`` is a static layer with
+            the observer that ``"mse"`` names here. Attention takes those of one scale without a zero point.
+    """
 
     static: LinearConfig = field(default_factory=static_int8)
     dynamic: LinearConfig = field(default_factory=dynamic_int8)
     static_attention: AttentionConfig = field(default_factory=static_attention)
+    observers: Mapping[str, ActivationConfig] = field(default_factory=dict)
+
+    def statics(self, kind: LayerKind) -> list[str]:
+        """The static choices of a kind of layer, that of the configured observer first."""
+        fits = [name for name, each in self.observers.items() if kind == "linear" or _fits_attention(each)]
+        return [STATIC, *(f"{STATIC} {name}" for name in fits)]
 
     def linear(self, choice: str) -> LinearConfig | None:
         """The configuration of a linear. Raises UnsupportedError for an unknown choice."""
         configs = {FLOAT: None, STATIC: self.static, DYNAMIC: self.dynamic}
+        if choice in self.statics("linear")[1:]:
+            return replace(self.static, activation=self._observer(choice))
         if choice not in configs:
-            raise UnsupportedError(f"Meanings: a linear must be one of {', '.join(configs)}, got {choice!r}")
+            accepted = ", ".join([FLOAT, *self.statics("linear"), DYNAMIC])
+            raise UnsupportedError(f"Meanings: a linear must be one of {accepted}, got {choice!r}")
         return configs[choice]
 
     def attention(self, choice: str) -> AttentionConfig | None:
         """The configuration of an attention. Raises UnsupportedError for an unknown choice."""
-        if choice in (FLOAT, STATIC):
-            return self.static_attention if choice == STATIC else None
-        return dynamic_attention(choice)
+        if choice == FLOAT:
+            return None
+        if kind_of(choice) != STATIC:
+            return dynamic_attention(choice)
+        if choice not in self.statics("attention"):
+            accepted = ", ".join([FLOAT, *self.statics("attention")])
+            raise UnsupportedError(f"Meanings: an attention must be one of {accepted} or a variant, got {choice!r}")
+        if choice == STATIC:
+            return self.static_attention
+        found = self._observer(choice)
+        return replace(self.static_attention, observer=found.observer, observer_args=found.observer_args)
+
+    def adds_zero_point(self, choice: str) -> bool:
+        """Whether a choice needs a zero point that the configured static choice does not."""
+        return kind_of(choice) != choice and self.static.activation.symmetric and not self._observer(choice).symmetric
+
+    def _observer(self, choice: str) -> ActivationConfig:
+        return self.observers[choice.removeprefix(f"{STATIC} ")]
+
+    def kernels(self, assignment: Assignment) -> Assignment:
+        """The kernels of an assignment: equal where only values of scales differ, as between observers.
+
+        Layers that read one tensor must have one observer, as ``tune`` gives them: two would quantize it twice.
+        """
+        return Assignment({key: self.kernel(choice) for key, choice in assignment.items()})
+
+    def kernel(self, choice: str) -> str:
+        """What a choice runs: ``"static"`` whatever the observer, or static with another granularity or zero points."""
+        if kind_of(choice) == choice:
+            return choice
+        found, plain = self._observer(choice), self.static.activation
+        if (found.granularity, found.symmetric) == (plain.granularity, plain.symmetric):
+            return STATIC
+        return f"{STATIC} {found.granularity}" + ("" if found.symmetric else " zero_point")
+
+
+def _fits_attention(observer: ActivationConfig) -> bool:
+    return observer.symmetric and observer.granularity == "per_tensor"
 
 
 class Assignment(Mapping[Key, str]):
@@ -84,7 +145,7 @@ class Assignment(Mapping[Key, str]):
     @property
     def is_calibrated(self) -> bool:
         """Whether a scale comes from calibration."""
-        return STATIC in self._choices.values()
+        return STATIC in map(kind_of, self._choices.values())
 
     def quantizer(self, meanings: Meanings | None = None) -> QFrameworkQuantizer:
         """The quantizer of this assignment: one rule for each module, outer modules first.
@@ -107,7 +168,7 @@ class Assignment(Mapping[Key, str]):
         variants = {
             name: choice
             for (kind, name), choice in self.items()
-            if kind == "attention" and choice not in (FLOAT, STATIC)
+            if kind == "attention" and kind_of(choice) not in (FLOAT, STATIC)
         }
         return {"attention": variants or "off"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -74,9 +75,14 @@ class Candidates:
     def output_noise(self, converted: fx.GraphModule) -> float:
         """``sum |y - y'|^2 / sum |y|^2`` over all outputs ``y`` of the float graph and ``y'`` of ``converted``."""
         with torch.no_grad():
-            expected, found = (_floats(module(self.images)) for module in (self.exported, converted))
-        error = sum(float((y - z).double().square().sum()) for y, z in zip(expected, found, strict=True))
-        return error / max(sum(float(y.double().square().sum()) for y in expected), 1e-30)
+            found = _floats(converted(self.images))
+        error = sum(float((y - z).double().square().sum()) for y, z in zip(self._expected, found, strict=True))
+        return error / max(sum(float(y.double().square().sum()) for y in self._expected), 1e-30)
+
+    @functools.cached_property
+    def _expected(self) -> list[Tensor]:
+        with torch.no_grad():
+            return _floats(self.exported(self.images))
 
     def layer_sqnr(self, layer: Layer, converted: fx.GraphModule) -> float | None:
         """SQNR in dB of a layer's output, the lowest of its calls; None if the graphs do not correspond.

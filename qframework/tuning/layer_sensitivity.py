@@ -17,7 +17,7 @@ from qframework.quantizer import Recipe
 from qframework.tuning.assignment import Assignment, Meanings
 from qframework.tuning.candidates import Candidates, Metric, checked_metric, noise_db
 from qframework.tuning.journal import Journal
-from qframework.tuning.layer_times import STATIC
+from qframework.tuning.layer_times import STATIC, kind_of
 from qframework.tuning.layers import Layer, find_layers
 from qframework.tuning.plots import draw_sensitivity
 from qframework.tuning.results import LayerSensitivity
@@ -92,7 +92,8 @@ def sensitivity(
         images: a batch ``(B, C, H, W)`` of at least 2 that SQNR is measured on.
         metric: function of a model (an exported graph), higher is better: ``lambda model: top1(model, loader)``.
         calibration: a list or DataLoader of batches; None if no choice is ``"static"``.
-        linear: choices to try on each linear, of ``"static"`` and ``"dynamic"``.
+        linear: choices to try on each linear, of ``"static"`` and ``"dynamic"``, also ``"static mse"`` with an observer
+            of ``meanings``.
         attention: choices to try on each attention: ``"static"`` or variants.
         meanings: the configurations of static and dynamic.
         recipe: steps around the calibration.
@@ -127,7 +128,7 @@ def sensitivity(
 
 def _choices(layer: Layer, linear: Iterable[str], attention: Iterable[str]) -> list[str]:
     wanted = linear if layer.kind == "linear" else attention
-    return [choice for choice in wanted if choice != STATIC or layer.static]
+    return [choice for choice in wanted if kind_of(choice) != STATIC or layer.static]
 
 
 def _alone(layers: list[Layer], layer: Layer, choice: str) -> Assignment:

@@ -4,7 +4,7 @@
 choice     what is timed
 =========  ============================================================================
 float      ``linear``, ``scaled_dot_product_attention``, in plain torch with a soft cap
-static     ``int8_linear``, ``mixed_attention``, whose inputs the layers before quantize
+static     ``int8_linear``, ``mixed_attention``, whose inputs the layers before quantize, with any observer
 dynamic    ``dynamic_quantize`` and ``int8_linear``
 a variant  ``sage_attention``
 =========  ============================================================================
@@ -14,6 +14,7 @@ Operands are random and have the layer's shapes. Operations that a compiled mode
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from statistics import median
@@ -25,12 +26,19 @@ from torch.nn import functional as F
 
 import qframework.kernels  # noqa: F401  registers the operators
 from qframework.attention.softcap import softcapped_attention
+from qframework.quantizer.layer_costs import costs_on
 from qframework.tuning.layers import AttentionOperands, LinearOperands, Operands, TensorShape
 
 FLOAT, STATIC, DYNAMIC = "float", "static", "dynamic"
+
 _WARM_UP = 2
 _GRAPH_CALLS = 20
 _HOST_MS = 500.0
+
+
+def kind_of(choice: str) -> str:
+    """What a choice runs: ``"static"`` for ``"static mse"``, which names an observer; other choices as they are."""
+    return STATIC if choice.startswith(f"{STATIC} ") else choice
 
 
 @torch.no_grad()
@@ -48,7 +56,7 @@ def milliseconds(
 
     Args:
         operands: shapes and dtypes of the layer's operands.
-        choice: ``"float"``, ``"static"``, ``"dynamic"`` or a variant of attention.
+        choice: ``"float"``, ``"static"``, alone or with an observer, ``"dynamic"`` or a variant of attention.
         device: where to run.
         repeats: number of timed calls; on a GPU, of graphs of several calls.
         summary: of the calls' times; ``min`` where the machine may be busy.
@@ -56,7 +64,7 @@ def milliseconds(
     Raises:
         UnsupportedError, QFrameworkError: no kernel supports the call.
     """
-    device = torch.device(device)
+    device, choice = torch.device(device), kind_of(choice)
     make = _Operands(device)
     fn = make.linear(operands, choice) if isinstance(operands, LinearOperands) else make.attention(operands, choice)
     for _ in range(_WARM_UP):
@@ -65,6 +73,18 @@ def milliseconds(
         return _on_host(fn, repeats, summary)
     with torch.cuda.device(device):
         return _in_graph(fn, repeats, summary)
+
+
+def zero_point_milliseconds(operands: Operands, device: str) -> float:
+    """What a zero point of a linear's input takes in the layer before, by the rule of quantizer/layer_costs.py.
+
+    Args:
+        operands: of the linear.
+        device: the type of device that it runs on, such as ``"cuda"``.
+    """
+    assert isinstance(operands, LinearOperands)
+    *rows, inputs = operands.input.shape
+    return 1e3 * costs_on(device, operands.input.dtype).zero_point(math.prod(rows), inputs)
 
 
 class _Operands:

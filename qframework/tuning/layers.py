@@ -95,12 +95,14 @@ class Layer:
         name: of the module. A module can be both, and can be called several times.
         calls: its calls in the order of the graph.
         static: whether it can be quantized with calibrated scales.
+        reads: the tensor that the first call of a linear reads, by its name in the graph.
     """
 
     kind: LayerKind
     name: str
     calls: list[Operands] = field(default_factory=list)
     static: bool = True
+    reads: str | None = None
 
     @property
     def key(self) -> tuple[LayerKind, str]:
@@ -130,7 +132,9 @@ def find_layers(exported: fx.GraphModule, images: Tensor) -> list[Layer]:
 
     def record(node: fx.Node, operands: Operands) -> None:
         kind: LayerKind = "linear" if isinstance(operands, LinearOperands) else "attention"
-        layer = Layer(kind, names[node], static=kind == "linear" or names[node] in static)
+        is_static = kind == "linear" or names[node] in static
+        reads = str(node.args[0]) if kind == "linear" else None
+        layer = Layer(kind, names[node], static=is_static, reads=reads)
         layers.setdefault(layer.key, layer).calls.append(operands)
 
     _Recorder(graph, names, record).run(images)

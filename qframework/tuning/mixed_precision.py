@@ -24,8 +24,9 @@ from qframework.quantizer import Recipe, dynamic_attention
 from qframework.tuning.assignment import Assignment, Key, Meanings
 from qframework.tuning.candidates import Candidates, Metric, checked_metric
 from qframework.tuning.journal import Journal
-from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC, milliseconds
+from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC, kind_of, milliseconds, zero_point_milliseconds
 from qframework.tuning.layers import Layer, Operands, find_layers
+from qframework.tuning.observer_choice import with_best_observers
 from qframework.tuning.plots import draw_front
 from qframework.tuning.results import Measured, Trial
 from qframework.tuning.search import Cost, Costs, climb, ladder, pareto, rungs, total_time
@@ -145,6 +146,10 @@ class Timer:
         """Milliseconds of one call."""
         return milliseconds(operands, choice, self._images.device)
 
+    def zero_point(self, operands: Operands) -> float:
+        """Milliseconds of a zero point of a linear's input, by rule: the layer before adds it."""
+        return zero_point_milliseconds(operands, self._images.device.type)
+
     def model(self, module: Callable[[Tensor], Any]) -> float:
         """Images per second."""
         return throughput(module, self._images)
@@ -171,7 +176,8 @@ def tune(
     """Find the fastest assignment of float, static, dynamic and attention variants to the layers within a budget.
 
     For each layer and choice, ``tune`` measures the time of the operators on the device of ``images``, and the noise of
-    the model's output with this layer alone quantized; search.py describes the search. It then compiles and measures
+    the model's output with this layer alone quantized; search.py describes the search. A static layer takes the
+    observer of ``meanings`` with the least noise (observer_choice.py). ``tune`` then compiles and measures
     the fastest assignments found, all linears static, the same with static attention, and all linears dynamic, and
     chooses the fastest one within the budget. Equal measurements in a journal give equal results.
 
@@ -182,7 +188,8 @@ def tune(
         calibration: a list or DataLoader of batches.
         max_drop: the budget, in points of the metric below the float model's.
         variants: attention variants to try; default: those that are fast on the device (``speed_order``).
-        meanings: the configurations of static and dynamic.
+        meanings: the configurations of static and dynamic, and the observers to try, ``Meanings(observers=OBSERVERS)``
+            for all; default: min-max alone.
         recipe: steps around the calibration.
         batches: maximum number of calibration batches.
         refinements: number of steps to try beyond the best prefix of the ladder.
@@ -215,10 +222,10 @@ def tune(
     costs = work.costs(layers, variants)
     start = Assignment.uniform(layers)
     search = _Search(work, costs, work.whole(start), max_drop)
-    steps = ladder(costs)
+    steps = ladder(with_best_observers(layers, costs, work.candidates.meanings))
     uniform = _uniform(layers)
     climb(start, steps, search.fits, refinements)
-    for assignment in (*_spread(rungs(start, steps)), *uniform):
+    for assignment in (*_spread(rungs(start, steps)), *uniform, *_uniform_observers(layers, work.candidates.meanings)):
         search.fits(assignment)
     met, chosen, measured = search.finish(finalists, uniform, can_be_faster=bool(steps))
     trials = list(search.trials.values())
@@ -254,6 +261,16 @@ def _uniform(layers: Sequence[Layer]) -> list[Assignment]:
     ]
 
 
+def _uniform_observers(layers: Sequence[Layer], meanings: Meanings) -> list[Assignment]:
+    """All layers static with one observer, for each observer; attention without zero points."""
+    found = []
+    for choice in meanings.statics("linear")[1:]:
+        attention = choice if choice in meanings.statics("attention") else STATIC
+        choices = {"linear": choice, "attention": attention}
+        found.append(Assignment({each.key: choices[each.kind] if each.static else FLOAT for each in layers}))
+    return found
+
+
 @dataclass
 class _Work:
     """Makes the measurements through the journal."""
@@ -275,11 +292,12 @@ class _Work:
     def costs(self, layers: Sequence[Layer], variants: Sequence[str]) -> Costs:
         """The time of every choice, and the noise of those that are faster than float; the search ignores the rest."""
         start = Assignment.uniform(layers)
-        pairs = [(layer, choice) for layer in layers for choice in _choices(layer, variants)]
+        pairs = [(layer, choice) for layer in layers for choice in _choices(layer, variants, self.candidates.meanings)]
         costs: dict[Key, dict[str, Cost]] = {layer.key: {} for layer in layers}
         with progress_bar("Measuring the time of each layer", len(pairs), self.show_progress) as advance:
             for layer, choice in pairs:
-                costs[layer.key][choice] = Cost(sum(self._time(call, choice) for call in layer.calls), math.inf)
+                time = sum(self._time(call, choice) for call in layer.calls)
+                costs[layer.key][choice] = Cost(time, math.inf)
                 advance()
         faster = [(key, c) for key, each in costs.items() for c in each if each[c].time < each[FLOAT].time]
         with progress_bar("Measuring the noise of each layer", len(faster), self.show_progress) as advance:
@@ -291,7 +309,9 @@ class _Work:
         return costs
 
     def _time(self, call: Operands, choice: str) -> float:
-        return self.journal(f"time {choice}, {call}", lambda: self.timer.layer(call, choice))
+        kind = kind_of(choice)
+        added = self.timer.zero_point(call) if self.candidates.meanings.adds_zero_point(choice) else 0.0
+        return added + self.journal(f"time {kind}, {call}", lambda: self.timer.layer(call, kind))
 
     def _noise(self, alone: Assignment, key: Key, choice: str) -> float:
         kind, name = key
@@ -361,11 +381,16 @@ class _Search:
     ) -> tuple[bool, Measured, list[Measured]]:
         """Measure the trials that fit; returns whether the budget is met, the choice, and all measured."""
         quantized = [trial for trial in self.trials.values() if not trial.assignment.is_float]
-        fitting = [trial for trial in quantized if self._is_inside(trial)]
+        kernels = self._work.candidates.meanings.kernels
+        fitting: dict[Assignment, Trial] = {}  # of those that run the same kernels, the most accurate
+        for trial in sorted(quantized, key=lambda trial: (-trial.estimated_images_per_second, trial.drop)):
+            if self._is_inside(trial):
+                fitting.setdefault(kernels(trial.assignment), trial)
+        always_run = set(map(kernels, always))
         measured: list[Measured] = []
-        for rank, trial in enumerate(sorted(fitting, key=lambda trial: -trial.estimated_images_per_second)):
+        for rank, (run, trial) in enumerate(fitting.items()):
             # A trial within the budget may miss it once compiled, so go on until one fits.
-            if rank < finalists or trial.assignment in always or not any(map(self._is_inside, measured)):
+            if rank < finalists or run in always_run or not any(map(self._is_inside, measured)):
                 measured.append(self._work.whole(trial.assignment, trial.estimated_images_per_second))
         inside = [each for each in measured if self._is_inside(each)]
         if inside or not can_be_faster or not quantized:
@@ -376,8 +401,8 @@ class _Search:
         return self._is_inside(found), found, measured
 
 
-def _choices(layer: Layer, variants: Sequence[str]) -> list[str]:
-    static = [STATIC] if layer.static else []
+def _choices(layer: Layer, variants: Sequence[str], meanings: Meanings) -> list[str]:
+    static = meanings.statics(layer.kind) if layer.static else []
     return [FLOAT, *static, *([DYNAMIC] if layer.kind == "linear" else variants)]
 
 

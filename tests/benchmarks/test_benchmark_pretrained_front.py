@@ -13,7 +13,9 @@ from benchmarks import pretrained_front, report_front
 from benchmarks.machine import describe_machine
 from benchmarks.pretrained_front import SMOKE, StoredTimer, call_name, read, wanted_whole
 from qframework.errors import FileFormatError
+from qframework.tuning.assignment import Assignment
 from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape
+from qframework.tuning.results import Trial
 
 
 def shape(*sizes: int) -> TensorShape:
@@ -48,10 +50,14 @@ def test_all_steps_on_a_tiny_model(tmp_path: Path) -> None:
     assert {"static", "static + attention", "dynamic"} <= set(by_name)
     layers = by_name["static + attention"]["layers"]
     assert layers == {"linear static": 8, "attention static": 2}
-    for trial in trials:  # none of the front is dominated
+    assert {f"static + attention, {name}" for name in pretrained_front.MEANINGS.observers} <= set(by_name)
+    for trial in trials:  # measured on other crops where it is shown
+        assert ("held_out" in trial) == bool(trial["configuration"] or trial["front"])
+    tuned = [trial for trial in trials if trial["estimated_images_per_second"] is not None]
+    for trial in tuned:  # none of the front is dominated
         beaten = [
             other
-            for other in trials
+            for other in tuned
             if other["estimated_images_per_second"] > trial["estimated_images_per_second"]
             and other["correspondences"] >= trial["correspondences"]
         ]
@@ -63,12 +69,14 @@ def test_all_steps_on_a_tiny_model(tmp_path: Path) -> None:
 
 
 def assigned(name: str, linear: str, kept: float, front: bool) -> dict[str, Any]:
-    """A trial of one linear."""
+    """A trial of one linear. ``kept`` is what counts: on crops that nothing was chosen by."""
     assignment = {"linear": {"fc": linear}, "attention": {}}
     layers = {f"linear {linear}": 1}
     return {
         "configuration": name,
-        "correspondences": kept,
+        "correspondences": 99.0,
+        "held_out": kept,
+        "kernels": name or linear,
         "estimated_images_per_second": 1.0,
         "front": front,
         "layers": layers,
@@ -85,17 +93,18 @@ def test_the_page_compares_what_was_found_with_uniform_configurations(tmp_path: 
         assigned("dynamic", "dynamic", 85.0, False),
         assigned("", "float", 80.0, True),
     ]
-    name = pretrained_front.trial_name(trials[2])
-    speeds = {"float": 50.0, "static": 100.0, "dynamic": 90.0, name: 120.0}
-    steps = {"times": {"batch": 64}, "search": {"trials": trials}, "whole": {"images_per_second": speeds}}
+    trials[2]["kernels"] = "0123456789ab"
+    speeds = {"float": 50.0, "static": 100.0, "dynamic": 90.0, "0123456789ab": 120.0}
+    search = {"crops": 68, "held_out_crops": 256, "trials": trials}
+    steps = {"times": {"batch": 64}, "search": search, "whole": {"images_per_second": speeds}}
     for step, found in steps.items():
         (tmp_path / f"{step}.json").write_text(json.dumps({**head, "step": step, **found}))
     front = report_front.load(tmp_path)
     assert front is not None
     page = report_front.render(front)
     assert "| 1 linear float | found | 120 | 80.0 |\n| static | uniform | 100 | 70.0 |" in page
-    assert "At least as fast and as accurate as uniform static is one that was found. None that was found" in page
-    assert "as accurate as uniform dynamic." in page
+    assert "one that was found is at least as fast and as accurate: uniform static. For none of these: " in page
+    assert "For none of these: uniform dynamic." in page
     (plot,) = report_front.plots(front).values()
     plot.draw(tmp_path / "plot.svg")
     assert plot.mark in (tmp_path / "plot.svg").read_text()
@@ -119,3 +128,51 @@ def test_costs_are_those_of_the_same_turn() -> None:
     found = {"static + attention": [100.0, 200.0, 400.0], "float": [80.0, 160.0, 320.0]}
     assert pretrained_front.added_percent(found, "float") == pytest.approx(25.0)
     assert pretrained_front.added_percent(found, "static + attention") == 0.0
+
+
+def test_speeds_of_an_earlier_run_are_kept_if_it_was_on_the_same_device(tmp_path: Path) -> None:
+    path = tmp_path / "whole.json"
+    head = {"benchmark": "pretrained_front", "step": "whole", "machine": {"device": "H100"}}
+    path.write_text(json.dumps({**head, "images_per_second": {"float": 50.0}}))
+    assert pretrained_front.earlier_speeds(path, "H100") == {"float": 50.0}
+    with pytest.raises(FileFormatError, match="must hold speeds of H200, got those of H100"):
+        pretrained_front.earlier_speeds(path, "H200")
+
+
+def test_configurations_of_equal_kernels_are_timed_once() -> None:
+    trials = [
+        assigned("static, mse", "static mse", 80.0, False) | {"kernels": "static"},
+        assigned("static", "static", 70.0, False),
+        assigned("", "static entropy", 85.0, True) | {"kernels": "static"},
+        assigned("", "static zero point", 85.0, True) | {"kernels": "0123"},
+        assigned("", "dynamic", 60.0, False) | {"kernels": "4567"},
+    ]
+    wanted = wanted_whole({"trials": trials})
+    assert set(wanted) == {"static", "0123"}
+    assert wanted["0123"]["linear", "fc"] == "static zero point"
+
+
+def test_of_the_front_only_steps_of_a_point_are_kept() -> None:
+    points = [(10.0, 80.0), (9.0, 80.4), (8.0, 81.2), (7.0, 79.0), (6.0, 82.1), (5.0, 82.3)]
+    trials = [Trial(Assignment({}), kept, 100 - kept, speed) for speed, kept in reversed(points)]
+    assert [trial.metric for trial in pretrained_front.thin_front(trials)] == [80.0, 81.2, 82.3]
+
+
+def test_kernels_are_named_by_the_first_configuration_that_runs_them() -> None:
+    one = {name: Assignment({("linear", "fc"): name}) for name in ("static", "static mse", "static zero point")}
+    named = {one["static"]: "uniform", one["static mse"]: "uniform, mse"}
+    name = pretrained_front.kernels_name
+    assert name(one["static mse"], named) == name(one["static"], named) == "uniform"
+    assert name(one["static zero point"], named) == pretrained_front.digest(
+        {"linear": {"fc": "static per_tensor zero_point"}, "attention": {}}
+    )
+
+
+def test_a_configuration_without_a_speed_is_counted(tmp_path: Path) -> None:
+    trials = [assigned("static", "static", 70.0, False), assigned("dynamic", "dynamic", 85.0, False)]
+    speeds = {"float": 50.0, "static": 100.0}
+    front = report_front.Front(
+        {"crops": 68, "held_out_crops": 256, "trials": trials}, {"images_per_second": speeds}, 64
+    )
+    assert [row[0] for row in front.rows()] == ["static", "float"]
+    assert report_front._comparison(front).endswith("1 more were not timed.\n")

@@ -61,6 +61,17 @@ def test_quantize_reads_the_file_that_tune_writes() -> None:
     assert kept["options"] == tuned["options"]
 
 
+def test_tune_chooses_between_the_observers_it_is_given() -> None:
+    arguments = ("--max-drop", "100", "--variants", "off", "--eager", "--no-plot", *FEW)
+    run_json("tune", "digits", "--observers", "mse, entropy", *arguments)
+    keys = [json.loads(line).get("key", "") for line in Path("digits_tuned.journal.jsonl").read_text().splitlines()]
+    tried = [key for key in keys if key.startswith("noise attention blocks.0.attn static")]
+    assert [key.rpartition(".attn ")[2] for key in tried] == ["static", "static mse", "static entropy"]
+    other = run("tune", "digits", *arguments)  # its journal says which observers were tried
+    assert other.exit_code == 2
+    assert "other settings (observers was ['mse', 'entropy'], is [])" in other.stderr
+
+
 def test_an_impossible_budget_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a metric that only float reaches."""
     from qframework import evaluation
@@ -102,6 +113,7 @@ def test_a_journal_of_other_settings_is_refused() -> None:
         (("sensitivity", "digits", "--linear", "int4"), "a linear must be one of float, static, dynamic, got 'int4'"),
         (("tune", "digits", "--variants", "sage9"), "variant must be auto, sage_t"),
         (("tune", "digits", "--observer", "max"), "observer must be one of 'minmax'"),
+        (("tune", "digits", "--observers", "mse,max"), "--observers must be off or some of moving_average, "),
         (("tune", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
     ],
 )
@@ -118,6 +130,7 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
         ("sensitivity", "--linear", "static,int4"),
         ("sensitivity", "--attention", "sage9"),
         ("tune", "--variants", "sage9"),
+        ("tune", "--observers", "mse,max"),
     ],
 )
 def test_choices_are_checked_before_a_model_is_trained(arguments: tuple[str, ...]) -> None:

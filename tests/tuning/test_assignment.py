@@ -14,8 +14,8 @@ from qframework.backend import explain
 from qframework.backend.options import parse_options
 from qframework.conversion.exported import export_model, quantize_exported
 from qframework.errors import UnsupportedError
-from qframework.quantizer import QFrameworkQuantizer, dynamic_int8, static_int8
-from qframework.tuning.assignment import Assignment, Meanings
+from qframework.quantizer import ActivationConfig, AttentionConfig, QFrameworkQuantizer, dynamic_int8, static_int8
+from qframework.tuning.assignment import OBSERVERS, Assignment, Meanings
 from qframework.tuning.layers import find_layers
 
 
@@ -98,8 +98,73 @@ def test_meanings_decide_what_static_is() -> None:
 @pytest.mark.parametrize(
     ("key", "choice", "message"),
     [(("linear", "a"), "sage_b", "a linear must be one of float, static, dynamic, got 'sage_b'"),
+     (("linear", "a"), "static mse", "a linear must be one of float, static, dynamic, got 'static mse'"),
+     (("attention", "a"), "static mse", "an attention must be one of float, static or a variant, got 'static mse'"),
      (("attention", "a"), "sage9", "variant must be auto, sage_t.*, got 'sage9'")],
 )  # fmt: skip
 def test_unknown_choices_are_refused(key, choice, message) -> None:
     with pytest.raises(UnsupportedError, match=message):
         Assignment({key: choice}).quantizer()
+
+
+OBSERVED = Meanings(static_attention=AttentionConfig(output="always"), observers=OBSERVERS)
+
+
+def test_a_static_choice_may_name_its_observer() -> None:
+    choices = {("linear", "a"): "static mse", ("linear", "b"): "static zero_point", ("attention", "c"): "static mse"}
+    assignment = Assignment(choices)
+    configs = {rule.selector: rule.config for rule in assignment.quantizer(OBSERVED).rules}
+    assert configs["a"].linear == static_int8(observer="mse")
+    assert configs["b"].linear == static_int8(symmetric=False)
+    assert configs["c"].attention == AttentionConfig(observer="mse", output="always")
+    assert assignment.is_calibrated
+    assert assignment.options() == {"attention": "off"}
+    assert Assignment.from_dict(json.loads(json.dumps(assignment.to_dict()))) == assignment
+
+
+def test_attention_takes_no_zero_points() -> None:
+    names = {"static moving_average", "static percentile", "static mse", "static entropy", "static"}
+    assert set(OBSERVED.statics("attention")) == names
+    assert set(OBSERVED.statics("linear")) == names | {"static zero_point"}
+    with pytest.raises(UnsupportedError, match=r"must be one of float, static, .*, got 'static zero_point'"):
+        OBSERVED.attention("static zero_point")
+
+
+def test_observers_run_the_same_kernels_but_zero_points_and_scales_of_positions_do_not() -> None:
+    names = ("moving_average", "percentile", "mse", "entropy")
+    assert {OBSERVED.kernel(f"static {name}") for name in names} == {"static"}
+    positions = Meanings(observers={"position": ActivationConfig("per_token"), "mse": OBSERVERS["mse"]})
+    others = [OBSERVED.kernel("static zero_point"), positions.kernel("static position")]
+    assert len({"static", *others}) == 3
+    assert [OBSERVED.kernel(choice) for choice in ("float", "dynamic", "sage_b")] == ["float", "dynamic", "sage_b"]
+    some, same = (
+        Assignment({("linear", "a"): a, ("attention", "b"): b, ("linear", "c"): "float"})
+        for a, b in (("static mse", "static"), ("static", "static percentile"))
+    )
+    assert OBSERVED.kernels(some) == OBSERVED.kernels(same)
+    assert OBSERVED.kernels(some) != OBSERVED.kernels(some.changed(("linear", "c"), "static mse"))
+
+
+def test_graphs_of_equal_kernels_differ_in_scales_alone() -> None:
+    """What ``kernels`` says, seen in converted graphs."""
+    batch = images(4)
+    exported = export_model(transformer(), batch)
+    layers = find_layers(exported, batch)
+    plain = Assignment.uniform(layers, "static")
+    choices = ("static mse", "static percentile", "static entropy", "static moving_average", "static", "static mse")
+    mixed = Assignment(zip(plain, choices, strict=True))
+    zero_point = plain.changed(("linear", "fc2"), "static zero_point")
+
+    def operations(assignment: Assignment) -> list[tuple[str, list[object]]]:
+        graph = quantize_exported(copy.deepcopy(exported), assignment.quantizer(OBSERVED), [batch]).graph
+        return [
+            (str(node.target), [arg for arg in node.args if not isinstance(arg, float)])
+            for node in graph.nodes
+            if node.op == "call_function"
+        ]
+
+    def described(assignment: Assignment) -> str:
+        return str(operations(assignment))
+
+    assert described(mixed) == described(plain)
+    assert described(zero_point) != described(plain)

@@ -13,8 +13,10 @@ from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.numerics import sqnr_db
 from qframework.quantizer import Recipe
+from qframework.tuning.assignment import OBSERVERS, Meanings
 from qframework.tuning.journal import Journal
-from qframework.tuning.layer_sensitivity import Sensitivity, sensitivity
+from qframework.tuning.layer_sensitivity import Sensitivity, _choices, sensitivity
+from qframework.tuning.layers import Layer
 
 
 def closeness(model, batch):
@@ -80,6 +82,15 @@ def test_choices_are_tried_where_they_exist(batch) -> None:
     assert {row.choice for row in rows if row.kind == "linear"} == {"dynamic"}
     assert [row.choice for row in rows if row.kind == "attention"] == ["static", "sage_b", "sage2_int8"]
     assert not measured(transformer(), batch, linear=(), attention=()).rows
+
+
+def test_observers_are_tried_where_a_layer_can_be_static(batch) -> None:
+    observers = Meanings(observers=OBSERVERS)
+    choices = ("static", "static mse", "sage_b")
+    rows = measured(transformer(), batch, meanings=observers, linear=("static mse",), attention=choices).rows
+    assert {row.choice for row in rows if row.kind == "linear"} == {"static mse"}
+    assert [row.choice for row in rows if row.kind == "attention"] == list(choices)
+    assert _choices(Layer("attention", "attn", static=False), (), choices) == ["sage_b"]
 
 
 def test_equal_runs_give_identical_files_and_an_interrupted_run_resumes(batch, tmp_path: Path) -> None:

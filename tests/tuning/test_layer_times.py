@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qframework.tuning.layer_times import milliseconds
+from qframework.quantizer.layer_costs import costs_on
+from qframework.tuning.layer_times import milliseconds, zero_point_milliseconds
 from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape
 
 FLOAT = torch.float32
@@ -75,6 +76,25 @@ def test_float_attention_with_a_soft_cap_is_timed_with_it() -> None:
     with Operators() as mode:
         milliseconds(replace(ATTENTION, softcap=5.0), "float", "cpu", repeats=1)
     assert "aten.tanh.default" in mode.seen
+
+
+def test_an_observer_changes_nothing_in_what_is_timed() -> None:
+    for operands in (LINEAR, ATTENTION):
+        seen = []
+        for choice in ("static", "static mse"):
+            with Operators() as mode:
+                milliseconds(operands, choice, "cpu", repeats=1)
+            seen.append(set(mode.seen))
+        assert seen[0] == seen[1]
+
+
+def test_a_zero_point_is_priced_for_each_value_of_the_input() -> None:
+    small, large = (LinearOperands(shape(2, rows, 384), shape(1536, 384), None) for rows in (100, 300))
+    price = zero_point_milliseconds(small, "cuda")
+    assert price == pytest.approx(1e3 * costs_on("cuda", torch.float32).zero_point(200, 384))
+    assert price > 0
+    assert zero_point_milliseconds(large, "cuda") == pytest.approx(3 * price)
+    assert zero_point_milliseconds(large, "cpu") == 0  # the product adds it in registers
 
 
 @pytest.mark.gpu

@@ -85,3 +85,20 @@ def test_a_soft_cap_belongs_to_the_operands_and_is_not_static() -> None:
 def test_nothing_to_quantize_is_an_error() -> None:
     with pytest.raises(QFrameworkError, match="must have an attention or a linear with a parameter as its weight"):
         find_layers(export_model(nn.ReLU(), torch.randn(2, 3)), torch.randn(2, 3))
+
+
+def test_linears_that_read_one_tensor_say_so() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.a(x) + self.b(x))
+
+    batch = torch.randn(2, 16)
+    a, b, c = find_layers(export_model(Two().eval(), batch), batch)
+    assert a.reads == b.reads != c.reads
+    assert c.reads is not None
+    by_key = {layer.key: layer for layer in find_layers(export_model(transformer(), images()), images())}
+    assert by_key["attention", "attn"].reads is None

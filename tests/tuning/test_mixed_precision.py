@@ -13,6 +13,8 @@ from tuning_models import NAMES, Table, images, transformer
 from qframework import quantize
 from qframework.backend import explain
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.quantizer import ActivationConfig
+from qframework.tuning.assignment import OBSERVERS, Meanings
 from qframework.tuning.journal import Journal
 from qframework.tuning.mixed_precision import Tuning, tune
 from qframework.tuning.plan import Plan
@@ -172,3 +174,47 @@ def test_the_written_plan_quantizes_a_model(batch, tmp_path: Path) -> None:
     with torch.no_grad():
         # the same program, run once more
         assert closeness(model, batch)(converted) == result.chosen.metric
+
+
+def test_static_layers_take_the_observer_of_least_noise_at_no_time(batch) -> None:
+    """Values that only the calibration data holds widen the range of min-max, and less that of others."""
+    model, wide = transformer(), batch.clone()
+    wide[0, 0, :2] = 60.0
+    observers = {"mse": OBSERVERS["mse"], "half": ActivationConfig("per_tensor", observer="percentile")}
+
+    def search(meanings: Meanings | None) -> Tuning:
+        with torch.no_grad():
+            metric = closeness(model, batch)
+            more = {"variants": (), "compiled": False, "timer": Table(batch), "meanings": meanings}
+            return tune(model, batch, metric, [wide, batch], max_drop=90.0, **more)
+
+    plain, found = search(None), search(Meanings(observers=observers))
+    assert set(plain.chosen.assignment.values()) == {"static"}
+    taken = found.chosen.assignment
+    assert set(taken) == set(plain.chosen.assignment)
+    assert {"static mse", "static half"} & set(taken.values())
+    assert found.chosen.images_per_second == plain.chosen.images_per_second
+    assert found.chosen.drop < plain.chosen.drop
+    by_choices = {frozenset(trial.assignment.values()): trial for trial in found.trials}
+    uniform = [by_choices[frozenset([choice])] for choice in ("static", "static mse", "static half")]
+    assert found.chosen.drop <= min(trial.drop for trial in uniform)
+    rules = {rule.selector: rule.config for rule in Plan.from_dict(found.to_dict()).quantizer.rules}
+    for (kind, name), choice in taken.items():
+        observer = {"static": "minmax", "static mse": "mse", "static half": "percentile"}[choice]
+        config = rules[name].linear.activation if kind == "linear" else rules[name].attention
+        assert config.observer == observer
+
+
+def test_a_zero_point_costs_what_the_rule_says(batch) -> None:
+    class Priced(Table):
+        def zero_point(self, operands) -> float:
+            return 1.0
+
+    meanings = Meanings(observers={"zero_point": OBSERVERS["zero_point"]})
+    timer = Priced(batch)
+    result = tuned(transformer(), batch, max_drop=50.0, timer=timer, variants=(), meanings=meanings)
+    speeds = {frozenset(t.assignment.values()): t.estimated_images_per_second for t in result.trials}
+    # 100 ms without the 60 of the layers, which take 4 each; five linears 1 more with zero points
+    assert speeds[frozenset(["static"])] == pytest.approx(16 / (0.1 - 0.06 + 0.024))
+    assert speeds[frozenset(["static", "static zero_point"])] == pytest.approx(16 / (0.1 - 0.06 + 0.029))
+    assert set(result.chosen.assignment.values()) == {"static"}
