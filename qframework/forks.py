@@ -20,6 +20,7 @@ from typing import Any
 
 LEAST_CORES = 4  # with fewer, they take time from this process
 PATIENCE_S = 60.0  # that they may take
+_LOOK_S = 0.25  # after which we look whether a process is there that says nothing
 
 
 def may_fork() -> bool:
@@ -44,19 +45,36 @@ class _Fork:
 
     def read(self, timeout: float) -> bytes | None:
         """What is written to the pipe until all have ended; None if they did not in time, and were ended."""
-        deadline = time.monotonic() + timeout
+        deadline, ended = time.monotonic() + timeout, False
         parts: list[bytes] = []
-        while ready := select.select([self._start], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-            if not (part := os.read(self._start, 2**20)):
+        poll = select.poll()
+        poll.register(self._start, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            if not poll.poll(0 if ended else 1e3 * min(left, _LOOK_S)):
+                if ended:
+                    break
+                ended = self._has_ended()  # whoever else was forked meanwhile keeps the pipe open as well
+            elif part := os.read(self._start, 2**20):
+                parts.append(part)
+            else:
+                ended = True
                 break
-            parts.append(part)
-        if not ready:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process, signal.SIGKILL)
         os.close(self._start)
-        with contextlib.suppress(ChildProcessError):  # where children are reaped by themselves
+        self._end(at_once=not ended)
+        return b"".join(parts) if ended else None
+
+    def _has_ended(self) -> bool:
+        try:
+            return os.waitid(os.P_PID, self._process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # where children are reaped by themselves
+            return True
+
+    def _end(self, at_once: bool) -> None:
+        for kill in (os.killpg, os.kill) if at_once else ():  # it may hang before it has a group of its own
+            with contextlib.suppress(ProcessLookupError):
+                kill(self._process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
             os.waitpid(self._process, 0)
-        return b"".join(parts) if ready else None
 
 
 class Forks:

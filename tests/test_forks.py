@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
+import signal
 import threading
 import time
 import warnings
@@ -143,3 +145,50 @@ def test_nothing_is_printed_or_logged(capfd, caplog) -> None:
     assert capfd.readouterr() == ("", "")
     logging.getLogger("qframework").error("here")
     assert "here" in caplog.text
+
+
+def test_another_process_that_keeps_the_pipe_open_is_not_waited_for(monkeypatch) -> None:
+    """As if another thread forked one between the pipe and its closing here."""
+    fork, others = os.fork, []
+
+    def twice() -> int:
+        process = fork()
+        if process and not others:
+            others.append(fork())
+            if others == [0]:
+                time.sleep(600)
+        return process
+
+    monkeypatch.setattr(os, "fork", twice)
+    began = time.monotonic()
+    try:
+        assert ForkedCall(lambda: list(range(10**5))).result(timeout=60) == list(range(10**5))
+        assert time.monotonic() - began < 30
+    finally:
+        os.kill(others[0], signal.SIGKILL)
+        os.waitpid(others[0], 0)
+
+
+def test_a_fork_that_hangs_before_it_begins_is_ended(monkeypatch) -> None:
+    """As in a handler that another library registered, which waits for a lock; it has no group of its own yet."""
+    here = os.getpid()
+    monkeypatch.setattr(os, "setsid", lambda: time.sleep(600))
+    began = time.monotonic()
+    assert ForkedCall(os.getpid).result(timeout=0.2) == here
+    assert time.monotonic() - began < 60
+
+
+def test_many_open_files() -> None:
+    """Numbers of files above 1,023, which ``select`` refuses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("this system allows fewer open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        other = ForkedCall(os.getpid).result()
+        assert other != os.getpid()
+    finally:
+        for file in opened:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

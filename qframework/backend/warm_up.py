@@ -126,9 +126,11 @@ def warm_up(gm: GraphModule) -> Iterator[None]:
     forks = None if cached else _in_forks(calls)
     with ThreadPoolExecutor(1, "qframework-warm-up") as background:
         beside = None if cached or forks is not None else background.submit(_compile, calls)
-        yield
-        if forks is not None and not forks.wait(PATIENCE_S):
-            _warn(f"kernels are compiled in threads: processes did not do it within {PATIENCE_S:g} s")
+        try:
+            yield
+        finally:
+            if forks is not None and not forks.wait(PATIENCE_S):
+                _warn(f"kernels are compiled in threads: processes did not do it within {PATIENCE_S:g} s")
         compiled = beside or background.submit(_compile, calls)
     if error := compiled.exception():
         _log(error)

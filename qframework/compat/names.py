@@ -323,9 +323,7 @@ _ROWS = (
     # inductor.py
     Name("torch._inductor.async_compile.AsyncCompile.process_pool", _ONE_AFTER_THE_OTHER, _IN_ORDER_UNTIL),
     Name("torch._inductor.async_compile.AsyncCompile.use_process_pool", _ONE_AFTER_THE_OTHER, _IN_ORDER_UNTIL),
-    Name(
-        "torch._inductor.config.triton.proton_profiling", "Triton's profiler would miss kernels", "it is taken for off"
-    ),
+    Name("torch._inductor.config.triton.proton_profiling", _UNSEEN_BY_PROTON, "it is taken for off"),
     Name("torch._inductor.async_compile.maybe_warm_pool", _LATE, "Inductor starts them when a graph is lowered"),
     Name("torch._inductor.config.compile_threads", _NO_PROCESS),
     Name("torch._inductor.config.cpp_wrapper", _WRAPPERS),

@@ -15,7 +15,7 @@ from torch._inductor import config
 from qframework.backend import warm_up as warm_up_module
 from qframework.backend.warm_up import warm_up
 from qframework.compat import inductor
-from qframework.forks import may_fork
+from qframework.forks import Forks, may_fork
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
@@ -142,3 +142,14 @@ def test_nothing_is_forked_without_cores_or_where_inductor_may_have_no_processes
         assert inductor.may_have_processes() == (forbidden != "one compile thread")
         with warm_up(dynamic_graph()):
             pass
+
+
+@compiles
+def test_an_error_inside_leaves_no_process(forking, monkeypatch):
+    before, made = os.listdir("/proc/self/fd"), []
+    monkeypatch.setattr(warm_up_module, "Forks", lambda steps: made.append(Forks(steps)) or made[0])
+    with pytest.raises(ValueError, match="Inductor's"), warm_up(dynamic_graph()):
+        raise ValueError("Inductor's")
+    assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(made[0]._fork._process, 0)
