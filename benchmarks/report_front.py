@@ -166,7 +166,8 @@ def _draw(front: Front, path: Path) -> None:
             if speed in named:
                 continue
             named.add(speed)
-            axis.annotate(name, (speed, kept), xytext=(0, -11), textcoords="offset points", ha="center")
+            place: Any = {"xytext": (-7, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+            axis.annotate(name, (speed, kept), **place)
         axis.set_xlabel("images per second")
         axis.set_ylabel("correspondences kept, %")
         axis.legend()
