@@ -111,6 +111,20 @@ def test_the_comparison_has_the_stored_figures() -> None:
         assert f"| {shown} |" in comparison
 
 
+def test_the_comparison_has_the_first_calls_of_the_newest_run() -> None:
+    from benchmarks import report, report_targets, target_table
+
+    runs = report.load_runs(report.RESULTS)
+    (row,) = (row for row in table_rows(COMPARISON) if "first call" in row)
+    for mode in ("static", "dynamic"):
+        (target,) = (each for each in target_table.TARGETS if each.what.endswith(f"first call, {mode}"))
+        outcome, where = report_targets.newest(target, runs, any_device=True)
+        assert outcome is not None
+        assert "h200" in where
+        assert "H200" in row
+        assert " and ".join(f"{ratio:.2f}" for ratio in sorted(outcome.ratios)) in row
+
+
 ARCHITECTURES = {
     "SAM-B's image encoder, 4 images": "samvit_base_patch16",
     "SAM-L's and SAM-H's, 4 images": "samvit_large_patch16 samvit_huge_patch16",
