@@ -110,8 +110,10 @@ class ForkedCall:
 
     def result(self, timeout: float = PATIENCE_S) -> Any:
         """The result; computed here, which raises its error, if the other process failed or took too long."""
-        found = self._fork.read(timeout)
-        return pickle.loads(found) if found else self._function(*self._arguments)
+        try:
+            return pickle.loads(self._fork.read(timeout) or b"")
+        except Exception:  # noqa: BLE001 (nothing, or half of a result)
+            return self._function(*self._arguments)
 
 
 def _fork() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import resource
 import signal
 import threading
@@ -125,6 +126,13 @@ def test_what_a_fork_cannot_do_is_done_here() -> None:
 
 def test_a_result_that_cannot_be_pickled_is_computed_here() -> None:
     assert ForkedCall(threading.Lock).result().acquire()
+
+
+def test_half_a_result_is_computed_here(monkeypatch) -> None:
+    """As of a process that the system kills while it writes."""
+    here, dumps = os.getpid(), pickle.dumps
+    monkeypatch.setattr(pickle, "dumps", lambda x: dumps(x)[:-1000])
+    assert ForkedCall(lambda: [os.getpid()] * 10000).result() == [here] * 10000
 
 
 def test_a_fork_that_hangs_is_ended_and_its_call_done_here() -> None:

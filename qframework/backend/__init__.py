@@ -24,12 +24,9 @@ def __getattr__(name: str) -> Any:
     """
     if name != "qframework_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
-    from qframework.backend.release import collecting_new_objects
-
-    with collecting_new_objects():
-        from qframework.backend.compile import qframework_backend, watch_skipped_code
-        from qframework.backend.warm_up import prepare_triton
-        from qframework.compat.inductor import start_processes
+    from qframework.backend.compile import qframework_backend, watch_skipped_code
+    from qframework.backend.warm_up import prepare_triton
+    from qframework.compat.inductor import start_processes
 
     if torch.cuda.is_initialized():
         start_processes()

@@ -1,4 +1,4 @@
-"""Frees the float model that PT2E keeps alive, and keeps collections of garbage short while a model is compiled.
+"""Frees the float model that PT2E keeps alive, and keeps garbage collections short while a model is compiled.
 
 PT2E caches each model's device in a memo that keeps every prepared model, with its float weights, alive until the
 process ends: a converted model would then need the memory of both. Graphs and modules also form reference cycles that
@@ -29,9 +29,9 @@ def release_prepared_models(of_bytes: int | None = None) -> None:
 
 @contextlib.contextmanager
 def collecting_new_objects() -> Iterator[None]:
-    """Collections of garbage inside leave out what exists now: with exported graphs, tenths of a second each.
+    """Garbage collections inside skip the objects that exist now, which take a full one tenths of a second.
 
-    Nor do they write to its memory, which forks share. Nothing changes where somebody froze objects already.
+    They also leave the memory of these objects alone, which forks share. Does nothing if objects are frozen already.
     """
     if gc.get_freeze_count():
         yield

@@ -16,7 +16,7 @@ from typing import Any
 from qframework.compat.missing import note_missing
 from qframework.forks import ForkedCall, may_fork
 
-LONGEST_S = 0.1  # of a fork, for which this process stands still: 0.03 s mostly, longer with tens of GB of memory
+LONGEST_S = 0.1  # that a fork may stop this process; it grows with the memory in use
 
 
 class _Forks:
