@@ -180,8 +180,8 @@ def serializes_wgmma(compiled, tmp_path: Path) -> bool:
 
 
 def keeps_indices(ptx: str) -> bool:
-    """Whether columns have an index each, here the tenth of a thread, which takes registers from tile to tile."""
-    return bool(re.search(r"or\.b32\s+%r\d+, %r\d+, 33;", ptx))
+    """Whether pairs of columns have an index each, here a thread's sixth, which takes registers from tile to tile."""
+    return bool(re.search(r"or\.b32\s+%r\d+, %r\d+, 40;", ptx))
 
 
 def epilogue_kind(epilogue: EpilogueForm) -> str:
@@ -295,9 +295,12 @@ def test_specialized(tile, epilogue, single, tmp_path):
     ptx = compiled.asm["ptx"]
     working = 3 if tile == THIRDS else 1 if single and tile.specialized == "pingpong" else 2
     accumulators = 1 if tile == THIRDS else 2
-    assert ptx.count("wgmma.mma_async") == working * accumulators * 4, "for each accumulator, four products of 32"
+    steps = 1 if tile.block_m == 64 else 2  # the first one, which adds to no registers, has its own products
+    assert ptx.count("wgmma.mma_async") == steps * working * accumulators * 4, "for each accumulator, four products"
     left = 0 if tile == WIDE else accumulators  # the other warpgroup multiplies while this one waits for its rows
-    assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == working
+    assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == steps * working
+    if KEEPS_INDICES:
+        assert re.search(r"ld\.global\S*\.v2\.b32", ptx), "scales of columns are read in pairs"
     assert "setmaxnreg" in ptx
     assert keeps_indices(ptx) == KEEPS_INDICES
     assert compiled.metadata.shared <= 227 * 1024
@@ -434,6 +437,7 @@ def test_gated(tile, activation, out, single, tmp_path):
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
     assert not serializes_wgmma(compiled, tmp_path)
     working = 1 if single and tile.specialized == "pingpong" else 2
-    assert compiled.asm["ptx"].count("wgmma.mma_async") == working * 2 * 4, "for each accumulator, four products of 32"
+    products = 2 * working * 2 * 4  # four for each accumulator, in the first step and in the others
+    assert compiled.asm["ptx"].count("wgmma.mma_async") == products
     assert compiled.asm["ptx"].count("ld.shared") <= 1, "halves change no threads"
     assert compiled.metadata.shared <= 227 * 1024

@@ -33,10 +33,16 @@ class EpilogueForm(NamedTuple):
 
 # Functions, not properties: Triton compiles again what calls a function that has changed.
 @triton.constexpr_function
-def _is_folded(form):
-    """Whether ``1 / out_scale`` can be folded into the scale and bias of the columns: nothing comes in between."""
+def _folded(form):
+    """What is folded into scale and bias of the columns, where nothing comes between a product and its rounding.
+
+    "share": what makes a result in [0, 1] for :func:`_byte_of_share`. "steps": ``1 / out_scale`` alone, where a zero
+    point is added to rounded values. Else "".
+    """
     of_columns = form.out_scale == "tensor" or (form.out_scale == "channel" and form.b_per_channel)
-    return form.activation == "none" and not form.has_residual and of_columns
+    if form.activation != "none" or form.has_residual or not of_columns:
+        return ""
+    return "steps" if form.zero_point else "share"
 
 
 @triton.constexpr_function
@@ -74,6 +80,7 @@ def load_columns(
     N,
     FORM: tl.constexpr,
     inside=None,  # whether ``start + n < N``, if that is known
+    PAIRED: tl.constexpr = False,  # whether vectors and N are multiples of pairs in memory, as TMA requires
 ):
     """Scale of the product, bias and ``1 / out_scale`` of columns, and the zero point of the result.
 
@@ -81,23 +88,36 @@ def load_columns(
     """
     if inside is None:
         inside = n < N - start
-    scale = tl.load(b_scale_ptr + start + n, mask=inside, other=0.0) if FORM.b_per_channel else tl.load(b_scale_ptr)
+    scale = _load_vector(b_scale_ptr, start, n, inside, 0.0, PAIRED) if FORM.b_per_channel else tl.load(b_scale_ptr)
     if FORM.a_scale == "tensor":
         scale *= tl.load(a_scale_ptr)
-    bias = tl.load(bias_ptr + start + n, mask=inside, other=0.0) if FORM.has_bias else scale
+    bias = _load_vector(bias_ptr, start, n, inside, 0.0, PAIRED) if FORM.has_bias else scale
     inverse = scale
     if FORM.out_scale == "channel":
-        inverse = _reciprocal(tl.load(out_scale_ptr + start + n, mask=inside, other=1.0))
+        inverse = _reciprocal(_load_vector(out_scale_ptr, start, n, inside, 1.0, PAIRED))
     elif FORM.out_scale == "tensor":
         inverse = _reciprocal(tl.load(out_scale_ptr))
-    if _is_folded(FORM):
+    zero_point = tl.load(zero_point_ptr) if FORM.zero_point else scale
+    if _folded(FORM) == "share":
+        inverse *= 1.0 / 254
+        scale *= inverse
+        bias = bias.to(tl.float32) * inverse + 0.5 if FORM.has_bias else 0.5
+    elif _folded(FORM) == "steps":
         scale *= inverse
         bias = bias.to(tl.float32) * inverse
     elif _is_by_tanh(FORM):
         scale *= _unit(FORM)
         bias = bias.to(tl.float32) * _unit(FORM)
-    zero_point = tl.load(zero_point_ptr) if FORM.zero_point else scale
     return scale, bias, inverse, zero_point
+
+
+@triton.jit
+def _load_vector(ptr, start, n, inside, other, PAIRED: tl.constexpr):
+    """Elements ``start + n``, two at a time if PAIRED."""
+    at = ptr + start + n
+    if PAIRED:  # warps of Gluon do not know that the pointers that they share are aligned
+        at = tl.max_contiguous(tl.multiple_of(at, 2 * at.dtype.element_ty.primitive_bitwidth // 8), 2)
+    return tl.load(at, mask=inside, other=other)
 
 
 @triton.jit
@@ -147,17 +167,20 @@ def finish(
     column_inverse, zero_point = columns[2], columns[3]
     row_inverse = rows[1]
     ACTIVATION: tl.constexpr = FORM.activation
-    y = _dequantize(acc, columns, rows, FORM)
-    if _is_by_tanh(FORM):
-        out = _activate_to_int8(y, column_inverse, zero_point, FORM)
+    FOLDED: tl.constexpr = _folded(FORM)
+    if FOLDED == "share":
+        out = _requantize(acc, columns, rows, FORM)
+    elif _is_by_tanh(FORM):
+        out = _activate_to_int8(_dequantize(acc, columns, rows, FORM), column_inverse, zero_point, FORM)
     else:
+        y = _dequantize(acc, columns, rows, FORM)
         y = activate(y, ACTIVATION, EXACT=out_dtype == tl.float32)
         if FORM.has_residual:
             y += residual.to(tl.float32)
         if FORM.out_scale == "none":
             out = y.to(out_dtype)
         else:
-            if not _is_folded(FORM):
+            if FOLDED == "":
                 if FORM.out_scale == "tensor":
                     y = y * column_inverse
                 elif FORM.out_scale == "channel":
@@ -206,12 +229,33 @@ def _dequantize(acc, columns, rows, FORM: tl.constexpr):
 
 
 @triton.jit
+def _requantize(acc, columns, rows, FORM: tl.constexpr):
+    """The product in steps, rounded and saturated: scale and bias of :func:`load_columns` are those of its share."""
+    y = acc.to(tl.float32)
+    if FORM.a_scale != "tensor":
+        y *= rows[0][:, None]
+    scale = columns[0][None, :] if FORM.b_per_channel else columns[0]
+    share = columns[1][None, :] if FORM.has_bias else columns[1]
+    return _byte_of_share(saturated_fma(y, scale, share))
+
+
+@triton.jit
+def _byte_of_share(share):
+    """The integer from -127 to 127 of a share of this range in [0, 1], which is saturated for free.
+
+    Its multiple of 254 is rounded where it is added to 1.5 * 2**23, and the lowest byte of that is the result. Unlike
+    rounding.integers without a guard against ptxas, which would cost a twelfth: here bytes are stored in pairs or to
+    global memory, which compile tests check.
+    """
+    return (share * 254.0 + (12582912.0 - 127.0)).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
 def _activate_to_int8(x, inverse, zero_point, FORM: tl.constexpr):
     """``f(v)`` in steps, rounded and saturated, for ``x = v * _unit(FORM)``; ``inverse`` is of the step.
 
     The error before rounding is at most 2^-12 |v|, that of the hardware's tanh, and 5.5e-5 of gelu's fit. Twelve
-    instructions for gelu, of which three for rounding: saturation to [0, 1] is free, the multiple of 254 is rounded
-    where it is added to 1.5 * 2**23, and its lowest byte is the result.
+    instructions for gelu, of which three for rounding.
     """
     if FORM.activation == "gelu":
         u = of_erf(x, saturated_product(x, x))
@@ -225,7 +269,4 @@ def _activate_to_int8(x, inverse, zero_point, FORM: tl.constexpr):
     middle = 0.5
     if FORM.zero_point:
         middle += zero_point.to(tl.float32) * (1.0 / 254)
-    y = saturated_fma(x * tanh(u) + x, steps, middle)
-    # Unlike rounding.integers without a guard against ptxas, which would cost a twelfth: here bytes are stored in pairs
-    # or to global memory, which compile tests check.
-    return (y * 254.0 + (12582912.0 - 127.0)).to(tl.int32, bitcast=True).to(tl.int8)
+    return _byte_of_share(saturated_fma(x * tanh(u) + x, steps, middle))

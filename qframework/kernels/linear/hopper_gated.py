@@ -12,7 +12,15 @@ from qframework.kernels.linear.epilogue import before_gate, finish_gated, load_c
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
-    from qframework.kernels.linear.hopper_ring import accumulator, begin, multiply, place_of, produce, tiles_of_program
+    from qframework.kernels.linear.hopper_ring import (
+        accumulator,
+        begin,
+        columns_before_end,
+        multiply,
+        place_of,
+        produce,
+        tiles_of_program,
+    )
     from qframework.kernels.runtime.gluon import fence_async_shared, gl, gluon, tma, tma_store
 
     @gluon.jit
@@ -59,11 +67,32 @@ if HAS_GLUON:
             total += TURNS * steps
 
             n = gl.arange(0, COLUMNS, layout=of_columns)
+            inside = columns_before_end(N - start_n, n, of_columns)
             gate_columns = load_columns(
-                a_scale_ptr, gate_scale_ptr, gate_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH
+                a_scale_ptr,
+                gate_scale_ptr,
+                gate_bias_ptr,
+                out_scale_ptr,
+                zero_point_ptr,
+                start_n,
+                n,
+                N,
+                EACH,
+                inside,
+                PAIRED=True,
             )
             up_columns = load_columns(
-                a_scale_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH
+                a_scale_ptr,
+                up_scale_ptr,
+                up_bias_ptr,
+                out_scale_ptr,
+                zero_point_ptr,
+                start_n,
+                n,
+                N,
+                EACH,
+                inside,
+                PAIRED=True,
             )
             for half in gl.static_range(2):
                 stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)

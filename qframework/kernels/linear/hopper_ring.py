@@ -107,8 +107,8 @@ if HAS_GLUON:
 
     @gluon.jit
     def columns_before_end(end, n, layout: gl.constexpr):
-        """Which columns ``n``, from 0 on, come before ``end``."""
-        return n < end if _KEEPS_INDICES else columns_before(end, n.shape[0], layout)
+        """Which columns ``n``, from 0 on, come before ``end``, which is even as TMA's rows are."""
+        return gl.max_constancy(n < end, 2) if _KEEPS_INDICES else columns_before(end, n.shape[0], layout)
 
     @gluon.jit
     def tiles_of_program(M, N, FORM: gl.constexpr):
@@ -210,6 +210,21 @@ if HAS_GLUON:
                 slot, phase = next_stage(slot, phase, FORM.stages)
 
     @gluon.jit
+    def _add_product(WHO: gl.constexpr, a_stages, b_stages, slot, upper, lower, FORM: gl.constexpr):
+        """Start adding the products of a step to a warpgroup's accumulators; those of the step before are done."""
+        b = b_stages.index(slot).permute((1, 0))
+        if workers(FORM.block_m) == 3:
+            upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
+            upper = warpgroup_mma_wait(1, deps=(upper,))
+        else:
+            FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * 128
+            a = a_stages.index(slot)
+            upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
+            lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
+            upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
+        return upper, lower
+
+    @gluon.jit
     def multiply(
         WHO: gl.constexpr,
         ring,
@@ -224,35 +239,27 @@ if HAS_GLUON:
         STAGES: gl.constexpr = FORM.stages
         THIRDS: gl.constexpr = workers(FORM.block_m) == 3
         IN_TURN: gl.constexpr = _in_turn(FORM)
-        FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * 128
         layout: gl.constexpr = accumulator(BLOCK_N)
         if IN_TURN:
             # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
             mbarrier.wait(turn.index(WHO), own_turn)
         slot = total % STAGES
         phase = (total // STAGES) & 1
-        upper = gl.zeros((64, BLOCK_N), gl.int32, layout)
-        lower = gl.zeros((64, BLOCK_N), gl.int32, layout)
-        for step in range(steps):
-            mbarrier.wait(ready.index(slot), phase)
-            b = b_stages.index(slot).permute((1, 0))
-            # the products of the previous step are done behind each wait
-            if THIRDS:
-                upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
-                upper = warpgroup_mma_wait(1, deps=(upper,))
-            else:
-                a = a_stages.index(slot)
-                upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
-                lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
-                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
-            if step > 0:
-                mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        mbarrier.wait(ready.index(slot), phase)
+        upper = gl.zeros((64, BLOCK_N), gl.int32, layout)  # as constants, they take no instructions
+        lower = upper
+        upper, lower = _add_product(WHO, a_stages, b_stages, slot, upper, lower, FORM)
+        for _ in range(1, steps):
+            before = slot
             slot, phase = next_stage(slot, phase, STAGES)
+            mbarrier.wait(ready.index(slot), phase)
+            upper, lower = _add_product(WHO, a_stages, b_stages, slot, upper, lower, FORM)
+            mbarrier.arrive(free.index(before), count=1)
         if IN_TURN:
             mbarrier.arrive(turn.index(1 - WHO), count=1)
         if THIRDS:
             upper = warpgroup_mma_wait(0, deps=(upper,))
         else:
             upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
-        mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        mbarrier.arrive(free.index(slot), count=1)
         return upper, lower

@@ -122,26 +122,36 @@ if HAS_GLUON:
         right = gl.zeros((64, right_columns(FORM.columns)), gl.int32, accumulator(right_columns(FORM.columns)))
         slot = (total + FIRST_STEP) % STAGES
         phase = ((total + FIRST_STEP) // STAGES) & 1
-        for step in range(FIRST_STEP, steps, BY):
+        if (
+            not IN_TURNS
+        ):  # a first product needs no registers of zeros; a warpgroup that takes turns may have no product
             mbarrier.wait(ring.ready.index(slot), phase)
-            a = ring.a_stages.index(slot).slice(FIRST_ROW, 64)
-            if not IN_FLIGHT:
-                a = a.load(gl.DotOperandLayout(0, accumulator(LEFT), 4))
-            left = warpgroup_mma(a, ring.b_stages.index(slot).permute((1, 0)), left, is_async=True)
-            right = warpgroup_mma(a, ring.b_right.index(slot).permute((1, 0)), right, is_async=True)
-            if IN_FLIGHT:
-                left, right = warpgroup_mma_wait(2, deps=(left, right))  # the products of the previous step are done
-                if step >= BY:
-                    mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
-            else:
-                left, right = warpgroup_mma_wait(0, deps=(left, right))
-                mbarrier.arrive(ring.free.index(slot), count=1)
+            left, right = _add_products(ring, slot, left, right, FIRST_ROW, IN_FLIGHT)
+            slot, phase = next_stage(slot, phase, STAGES)
+        for step in range(FIRST_STEP if IN_TURNS else 1, steps, BY):
+            mbarrier.wait(ring.ready.index(slot), phase)
+            left, right = _add_products(ring, slot, left, right, FIRST_ROW, IN_FLIGHT)
+            if IN_FLIGHT and step >= BY:
+                mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
             for _ in gl.static_range(BY):
                 slot, phase = next_stage(slot, phase, STAGES)
         if IN_FLIGHT:
             left, right = warpgroup_mma_wait(0, deps=(left, right))
             if not IN_TURNS:  # else nothing is loaded any more
                 mbarrier.arrive(ring.free.index(_before(slot, BY, STAGES)), count=1)
+        return left, right
+
+    @gluon.jit
+    def _add_products(ring, slot, left, right, FIRST_ROW: gl.constexpr, IN_FLIGHT: gl.constexpr):
+        """Start adding the products of a step; those of the step before are done, or these if not IN_FLIGHT."""
+        a = ring.a_stages.index(slot).slice(FIRST_ROW, 64)
+        if not IN_FLIGHT:
+            a = a.load(gl.DotOperandLayout(0, accumulator(LEFT), 4))
+        left = warpgroup_mma(a, ring.b_stages.index(slot).permute((1, 0)), left, is_async=True)
+        right = warpgroup_mma(a, ring.b_right.index(slot).permute((1, 0)), right, is_async=True)
+        left, right = warpgroup_mma_wait(2 if IN_FLIGHT else 0, deps=(left, right))
+        if not IN_FLIGHT:
+            mbarrier.arrive(ring.free.index(slot), count=1)
         return left, right
 
     @gluon.jit
@@ -193,7 +203,17 @@ if HAS_GLUON:
         n = gl.arange(0, COLUMNS, layout=of_columns)
         inside = columns_before_end(N - column, n, of_columns)
         columns = load_columns(
-            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, column, n, N, EPILOGUE, inside
+            a_scale_ptr,
+            b_scale_ptr,
+            bias_ptr,
+            out_scale_ptr,
+            zero_point_ptr,
+            column,
+            n,
+            N,
+            EPILOGUE,
+            inside,
+            PAIRED=True,
         )
         m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
         return columns, load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
