@@ -28,7 +28,6 @@ off.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +39,6 @@ from qframework.backend import keep_quantize
 from qframework.backend.align_rows import swaps_last
 from qframework.backend.lower_depthwise import has_own_kernel
 from qframework.backend.quantized_linear import find_epilogue
-from qframework.compat.operators import OpOverload
 from qframework.graph.nodes import RESHAPES, LinearCall, argument, behind, fake_value, linear_call, operation
 from qframework.graph.norms import norm_call
 from qframework.graph.shapes import Size, traced_size
@@ -63,10 +61,8 @@ _BYTES = 2.5e6  # in a us: a sum that the next norm's kernel would write and rea
 _LEAST_SAVED = 0.2  # of the time of separate products, by estimate: below, they may save nothing
 _OPERATIONS = {"add", "sub", "mul", "div", "relu", "gelu", "silu", "sigmoid", "tanh", "dropout", "pow", "addcmul"}
 _VIEWS = {*RESHAPES, "contiguous", "clone", "to"}
-_TURNS = {"transpose", "permute"}
-_ELEMENTWISE = {*_VIEWS, *_OPERATIONS, *_TURNS}
+_ELEMENTWISE = {*_VIEWS, *_OPERATIONS, "transpose", "permute"}
 _COPIES, _TWO_OPERANDS = {"contiguous", "clone", "dropout"}, {"mul", "add", "sub"}
-_KERNELS = {"scaled_dot_product_attention", "matmul", "bmm", "linear"}
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution"}
 
 
@@ -179,25 +175,9 @@ def _most_rows(x: Node, channels: int) -> float:
     few = max(keep_quantize.MANY_ROWS, _FEW_VALUES / channels)
     if channels > _LONGEST or reads_columns(x):
         return few
-    if _is_written_by_a_kernel(x):
+    if keep_quantize.is_written_by_a_kernel(x):
         return math.inf
     return max(few, _FEW_OF_ACTIVATIONS) if operation(behind(x, _VIEWS)) in keep_quantize.PAYS else few
-
-
-def _is_written_by_a_kernel(x: Node) -> bool:
-    """Whether no kernel of Inductor computes ``x``, nor another INT8 layer, which keep_quantize.py is about."""
-    source = behind(x, _VIEWS)
-    while operation(source) in _TURNS and isinstance(source.args[0], Node):
-        turned = fake_value(source)
-        if turned is None or not turned.is_contiguous():
-            return False  # it is copied, and that kernel quantizes as well
-        source = behind(source.args[0], _VIEWS)
-    if source.op in ("placeholder", "get_attr") or operation(source) in _KERNELS:
-        return True
-    if source.target is operator.getitem and isinstance(source.args[0], Node):
-        source = source.args[0]
-    ours = isinstance(source.target, OpOverload) and source.target.namespace == "qframework"
-    return ours and not keep_quantize.is_written_by_int8_linear(source)
 
 
 def _input_us(x: Node, rows: int, channels: int, memory: float) -> float:

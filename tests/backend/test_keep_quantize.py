@@ -47,6 +47,38 @@ def test_only_quantization_of_opaque_results_is_kept(producer, device, expected)
     assert kept(producer, device) == expected
 
 
+@pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, _ours.sage_attention.default])
+@pytest.mark.parametrize(
+    ("tokens_first", "dtype", "expected"),
+    [
+        (True, torch.float16, True),
+        (False, torch.float16, False),  # copied, in the kernel that quantizes
+        (True, torch.float32, False),  # converted there
+    ],
+)
+def test_the_result_of_attention_is_kept(attention, tokens_first, dtype, expected):
+    with FakeTensorMode():
+        heads = torch.empty((2, 8, 4, 16) if tokens_first else (2, 4, 8, 16), device="cuda", dtype=dtype)
+        heads = heads.transpose(1, 2) if tokens_first else heads
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    y = graph.call_function(attention, (q, q, q))
+    if attention is not F.scaled_dot_product_attention:
+        y = graph.call_function(operator.getitem, (y, 0))
+    y.meta["val"] = heads
+    for method, arguments, value in (
+        ("transpose", (1, 2), heads.transpose(1, 2)),
+        ("flatten", (2,), heads.transpose(1, 2).flatten(2)),
+        ("to", (torch.float16,), heads.transpose(1, 2).flatten(2).to(torch.float16)),
+    ):
+        y = graph.call_method(method, (y, *arguments))
+        y.meta["val"] = value
+    quantized = graph.call_function(_ours.dynamic_quantize.default, (y, "per_token"))
+    graph.output(quantized)
+    keep_dynamic_quantize(Lowering.of(fx.GraphModule(nn.Module(), graph)))
+    assert (quantized.target is _ours.dynamic_quantize.alone) == expected
+
+
 @pytest.mark.parametrize(
     ("shape", "device", "expected"),
     [

@@ -302,14 +302,6 @@ class TestBehindAKernel:
 
         assert lowered(WithResidual(256), (4, 8, 784, 256)) == {"proj"}
 
-    def test_attention_of_our_own_is_one(self):
-        graph = torch.fx.Graph()
-        q = graph.call_function(torch.relu, (graph.placeholder("q"),))
-        both = graph.call_function(torch.ops.qframework.sage_attention.default, (q, q, q))
-        out = graph.call_method("flatten", (graph.call_function(operator.getitem, (both, 0)), 2))
-        assert linear_gain._is_written_by_a_kernel(out)
-        assert not linear_gain._is_written_by_a_kernel(q)
-
     @pytest.mark.parametrize("copied", [False, True])
     def test_heads_that_are_copied_are_quantized_by_the_copy(self, copied):
         class Heads(Behind):

@@ -67,8 +67,10 @@ def off_by_activation(a, a_scale, b, b_scale, bias, act, residual, out_scale: np
     """What an INT8 result may be off by beyond ``linear``'s error, before it is rounded.
 
     The hardware's tanh is off by 2^-11 of itself, times half the argument; GELU's fit by 5.5e-5; and the quotient is
-    rounded to 2^-25 of 254 steps.
+    rounded to 2^-25 of 254 steps, also without an activation, unless scales are of rows.
     """
+    if act == "none" and residual is None and out_scale.ndim < 2:
+        return 2.0**-16 * out_scale
     if not by_tanh(act, residual, out_scale):
         return GELU_OFF * (act == "gelu")
     argument, _ = linear(a, a_scale, b, b_scale, bias)
