@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 import statistics
 from pathlib import Path
