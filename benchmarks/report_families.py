@@ -37,7 +37,7 @@ of Llama 8B, without the head. SQNR is that of the outputs, of random weights, a
 calls are seconds of `torch.compile` and the first call while other models compile on the same processor, relative to
 FP16's. Encoders take sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a
 multiple of ours: where that is above 1 and the speed below, the host was slower in launching them, which varies from
-machine to machine. Under CUDA graphs they are left out, since our kernels begin while those before them end. Each mode
+machine to machine and from second to second. Rounds say by how much those of ours and of FP16 differ. Under CUDA graphs they are left out, since our kernels begin while those before them end. Each mode
 of each architecture is shown as the newest run that timed it did, as a multiple of the FP16 of that run; the runs are
 listed at the end.
 """
@@ -186,6 +186,7 @@ def _losses(found: Sequence[Case]) -> str:
             mode,
             number(relative(case, mode)),
             _kernels(case[mode]),
+            _rounds(case[mode]),
         ]
         for case in found
         for mode in OURS
@@ -193,7 +194,7 @@ def _losses(found: Sequence[Case]) -> str:
     ]
     if not slower:
         return "No architecture is slower than FP16 in any mode.\n"
-    return "Slower than FP16:\n\n" + table(["model", "batch", "mode", "speed", "kernels"], slower)
+    return "Slower than FP16:\n\n" + table(["model", "batch", "mode", "speed", "kernels", "rounds"], slower)
 
 
 def _kind(kind: str, found: Sequence[Case]) -> str:
@@ -233,6 +234,12 @@ def _kernels(measured: Measured) -> str:
     if measured.record.provider.endswith("_graphs"):
         return ""
     return ratio(measured.base.kernels_ms or 0, measured.record.kernels_ms or 0)
+
+
+def _rounds(measured: Measured) -> str:
+    """By how many percent the fastest round of ours and of FP16 took less time than the slowest."""
+    spreads = (measured.record.spread, measured.base.spread)
+    return "" if None in spreads else ", ".join(f"{100 * (spread or 0.0):.0f} %" for spread in spreads)
 
 
 def _multiple(measured: Measured, field: str) -> str:
