@@ -170,29 +170,40 @@ def whole(
     wanted: Mapping[str, Assignment],
     limit: float,
     save: Callable[[dict[str, float]], None] = lambda found: None,
+    turns: int = 5,
 ) -> dict[str, float]:
     """Images per second of the float model and of assignments; none is begun after ``limit`` seconds.
 
-    ``save`` gets all of them after each.
+    The median of ``turns``, since a GPU's clock changes; ``save`` gets the medians so far after each measurement.
     """
     begun = time.monotonic()
     model, images = _on(settings, device)
     exported = export_model(model, images)
-    found = {}
+    calls: dict[str, Callable[[Tensor], Tensor]] = {}
+    found: dict[str, list[float]] = {}
+
+    def measure(name: str) -> None:
+        found.setdefault(name, []).append(throughput(calls[name], images))
+        save({each: statistics.median(speeds) for each, speeds in found.items()})
+
     for name, assignment in ({"float": None} | dict(wanted)).items():
         if time.monotonic() - begun > limit:
             print(f"{name}: left out after {limit:g} s", flush=True)
             continue
         if assignment is None:
-            call = _compiled(model, None, device)
+            calls[name] = _compiled(model, None, device)
         else:
             data = [images[:_BATCH]] if assignment.is_calibrated else None
             quantized = quantize_exported(copy.deepcopy(exported), assignment.quantizer(MEANINGS), data)
-            call = _compiled(quantized, assignment.options(), device)
-        found[name] = throughput(call, images)
-        print(f"{name}: {found[name]:.0f} images/s", flush=True)
-        save(found)
-    return found
+            calls[name] = _compiled(quantized, assignment.options(), device)
+        measure(name)
+    for _ in range(turns - 1):
+        for name in calls:
+            measure(name)
+    speeds = {name: statistics.median(each) for name, each in found.items()}
+    for name, speed in speeds.items():
+        print(f"{name}: {speed:.0f} images/s", flush=True)
+    return speeds
 
 
 def chosen_by(recipe: Mapping[str, Mapping[str, str]]) -> QFrameworkQuantizer:
@@ -433,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--front", type=Path, help="of the step search, for whole")
     parser.add_argument("--timed", type=Path, help="for whole: a file of an earlier run, whose speeds are kept")
     parser.add_argument("--choices", type=Path, help="for recipes: what recipes chose, by name")
-    parser.add_argument("--turns", type=int, default=5, help="for recipes: measurements of each choice (default: 5)")
+    parser.add_argument("--turns", type=int, default=5, help="for whole, recipes: measurements of each (default: 5)")
     parser.add_argument(
         "--max-drop",
         type=float,
@@ -472,7 +483,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             wanted = {
                 name: each for name, each in wanted_whole(read(given.front, "search")).items() if name not in known
             }
-            speeds = whole(FULL, given.device, wanted, given.limit, lambda x: write({"images_per_second": known | x}))
+            speeds = whole(
+                FULL, given.device, wanted, given.limit, lambda x: write({"images_per_second": known | x}), given.turns
+            )
             found = {"images_per_second": known | speeds}
     except QFrameworkError as error:
         print(error, file=sys.stderr)
@@ -487,7 +500,7 @@ def _smoke() -> dict[str, Any]:
     for choices in stored["milliseconds"].values():
         choices.update({choice: 0.1 + 0.01 * len(choice) for choice in choices}, float=1.0)
     found = search(SMOKE, stored, [1.0, 2.0], None)
-    found["images_per_second"] = whole(SMOKE, "cpu", wanted_whole(found), 10.0)
+    found["images_per_second"] = whole(SMOKE, "cpu", wanted_whole(found), 10.0, turns=1)
     some = {"activations": {"model.blocks.0.mlp.fc2": "float", "model.blocks.1.mlp.fc2": "zero_point + 0.2"}}
     found["recipes"] = recipe_speeds(SMOKE, "cpu", {"some": some}, 10.0, turns=1)
     return found

@@ -37,9 +37,9 @@ of Llama 8B, without the head. SQNR is that of the outputs, of random weights, a
 calls are seconds of `torch.compile` and the first call while other models compile on the same processor, relative to
 FP16's. Encoders take sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a
 multiple of ours: where that is above 1 and the speed below, the host was slower in launching them, which varies from
-machine to machine and from second to second. Rounds say by how much those of ours and of FP16 differ. Under CUDA graphs they are left out, since our kernels begin while those before them end. Each mode
-of each architecture is shown as the newest run that timed it did, as a multiple of the FP16 of that run; the runs are
-listed at the end.
+machine to machine and from second to second. Rounds say by how much those of ours and of FP16 differ. Under CUDA
+graphs kernels are left out, since ours begin while those before them end. Each mode of each architecture is shown as
+the newest run that timed it did, as a multiple of the FP16 of that run; the runs are listed at the end.
 """
 NOTHING = "\nNothing measured yet.\n"
 MODES = {

@@ -117,11 +117,17 @@ def test_the_line_joins_what_nothing_exceeds() -> None:
 
 def test_every_speed_is_saved_before_the_next_case() -> None:
     """A run that is ended from outside keeps what it measured."""
-    saved: list[list[str]] = []
+    saved: list[dict[str, float]] = []
     with torch.no_grad():
-        found = pretrained_front.whole(SMOKE, "cpu", {}, 10.0, lambda speeds: saved.append(list(speeds)))
-    assert saved == [["float"]]
-    assert found["float"] > 0
+        found = pretrained_front.whole(SMOKE, "cpu", {}, 10.0, saved.append, turns=3)
+    assert [list(speeds) for speeds in saved] == [["float"]] * 3
+    assert 0 < found["float"] == saved[-1]["float"]
+
+
+def test_speeds_are_medians_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = iter([10.0, 50.0, 30.0])
+    monkeypatch.setattr(pretrained_front, "throughput", lambda *_: next(speeds))
+    assert pretrained_front.whole(SMOKE, "cpu", {}, 10.0, turns=3) == {"float": 30.0}
 
 
 def test_costs_are_those_of_the_same_turn() -> None:
