@@ -80,7 +80,6 @@ def load_columns(
     N,
     FORM: tl.constexpr,
     inside=None,  # whether ``start + n < N``, if that is known
-    PAIRED: tl.constexpr = False,  # whether vectors and N are multiples of pairs in memory, as TMA requires
 ):
     """Scale of the product, bias and ``1 / out_scale`` of columns, and the zero point of the result.
 
@@ -88,13 +87,13 @@ def load_columns(
     """
     if inside is None:
         inside = n < N - start
-    scale = _load_vector(b_scale_ptr, start, n, inside, 0.0, PAIRED) if FORM.b_per_channel else tl.load(b_scale_ptr)
+    scale = tl.load(b_scale_ptr + start + n, mask=inside, other=0.0) if FORM.b_per_channel else tl.load(b_scale_ptr)
     if FORM.a_scale == "tensor":
         scale *= tl.load(a_scale_ptr)
-    bias = _load_vector(bias_ptr, start, n, inside, 0.0, PAIRED) if FORM.has_bias else scale
+    bias = tl.load(bias_ptr + start + n, mask=inside, other=0.0) if FORM.has_bias else scale
     inverse = scale
     if FORM.out_scale == "channel":
-        inverse = _reciprocal(_load_vector(out_scale_ptr, start, n, inside, 1.0, PAIRED))
+        inverse = _reciprocal(tl.load(out_scale_ptr + start + n, mask=inside, other=1.0))
     elif FORM.out_scale == "tensor":
         inverse = _reciprocal(tl.load(out_scale_ptr))
     zero_point = tl.load(zero_point_ptr) if FORM.zero_point else scale
@@ -109,15 +108,6 @@ def load_columns(
         scale *= _unit(FORM)
         bias = bias.to(tl.float32) * _unit(FORM)
     return scale, bias, inverse, zero_point
-
-
-@triton.jit
-def _load_vector(ptr, start, n, inside, other, PAIRED: tl.constexpr):
-    """Elements ``start + n``, two at a time if PAIRED."""
-    at = ptr + start + n
-    if PAIRED:  # warps of Gluon do not know that the pointers that they share are aligned
-        at = tl.max_contiguous(tl.multiple_of(at, 2 * at.dtype.element_ty.primitive_bitwidth // 8), 2)
-    return tl.load(at, mask=inside, other=other)
 
 
 @triton.jit

@@ -145,8 +145,7 @@ def tile_of(x: Int8GatedLinearArguments, out: Tensor, device: torch.device) -> T
     if capability != (9, 0) or m <= MAX_FEW_ROWS or k == 0:
         return None
     strides = (rows_apart(x.a) or 0, rows_apart(x.gate) or 0, rows_apart(x.up) or 0, n * out.dtype.itemsize)
-    operands = [each for each in (*x, out) if isinstance(each, Tensor)]
-    if any(step <= 0 or step % 16 for step in strides) or any(t.data_ptr() % 16 for t in operands):
+    if any(step <= 0 or step % 16 for step in strides) or any(t.data_ptr() % 16 for t in (x.a, x.gate, x.up, out)):
         return None
     return gated_tile(m, n, k, processors)
 

@@ -100,17 +100,7 @@ if HAS_GLUON:
             if EARLY:
                 inside = columns_before_end(N - start_n, n, of_columns)
                 columns = load_columns(
-                    a_scale_ptr,
-                    b_scale_ptr,
-                    bias_ptr,
-                    out_scale_ptr,
-                    zero_point_ptr,
-                    start_n,
-                    n,
-                    N,
-                    EPILOGUE,
-                    inside,
-                    PAIRED=True,
+                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE, inside
                 )
                 rows_upper = load_rows(a_scale_ptr, out_scale_ptr, m_upper, M, PA, PO, EPILOGUE)
                 rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m_lower, M, PA, PO, EPILOGUE)
@@ -140,7 +130,6 @@ if HAS_GLUON:
                         N,
                         EPILOGUE,
                         inside,
-                        PAIRED=True,
                     )
                 if HAS_RESIDUAL and half == 0:
                     mbarrier.wait(landed.index(WHO), arrived)

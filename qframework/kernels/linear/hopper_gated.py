@@ -79,7 +79,6 @@ if HAS_GLUON:
                 N,
                 EACH,
                 inside,
-                PAIRED=True,
             )
             up_columns = load_columns(
                 a_scale_ptr,
@@ -92,7 +91,6 @@ if HAS_GLUON:
                 N,
                 EACH,
                 inside,
-                PAIRED=True,
             )
             for half in gl.static_range(2):
                 stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)

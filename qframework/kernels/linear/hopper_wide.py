@@ -213,7 +213,6 @@ if HAS_GLUON:
             N,
             EPILOGUE,
             inside,
-            PAIRED=True,
         )
         m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
         return columns, load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
