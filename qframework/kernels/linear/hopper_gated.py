@@ -69,28 +69,10 @@ if HAS_GLUON:
             n = gl.arange(0, COLUMNS, layout=of_columns)
             inside = columns_before_end(N - start_n, n, of_columns)
             gate_columns = load_columns(
-                a_scale_ptr,
-                gate_scale_ptr,
-                gate_bias_ptr,
-                out_scale_ptr,
-                zero_point_ptr,
-                start_n,
-                n,
-                N,
-                EACH,
-                inside,
+                a_scale_ptr, gate_scale_ptr, gate_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH, inside
             )
             up_columns = load_columns(
-                a_scale_ptr,
-                up_scale_ptr,
-                up_bias_ptr,
-                out_scale_ptr,
-                zero_point_ptr,
-                start_n,
-                n,
-                N,
-                EACH,
-                inside,
+                a_scale_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH, inside
             )
             for half in gl.static_range(2):
                 stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)

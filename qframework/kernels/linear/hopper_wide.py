@@ -122,9 +122,8 @@ if HAS_GLUON:
         right = gl.zeros((64, right_columns(FORM.columns)), gl.int32, accumulator(right_columns(FORM.columns)))
         slot = (total + FIRST_STEP) % STAGES
         phase = ((total + FIRST_STEP) // STAGES) & 1
-        if (
-            not IN_TURNS
-        ):  # a first product needs no registers of zeros; a warpgroup that takes turns may have no product
+        # A first product needs no registers of zeros; but a warpgroup that takes turns may have no product.
+        if not IN_TURNS:
             mbarrier.wait(ring.ready.index(slot), phase)
             left, right = _add_products(ring, slot, left, right, FIRST_ROW, IN_FLIGHT)
             slot, phase = next_stage(slot, phase, STAGES)
@@ -203,16 +202,7 @@ if HAS_GLUON:
         n = gl.arange(0, COLUMNS, layout=of_columns)
         inside = columns_before_end(N - column, n, of_columns)
         columns = load_columns(
-            a_scale_ptr,
-            b_scale_ptr,
-            bias_ptr,
-            out_scale_ptr,
-            zero_point_ptr,
-            column,
-            n,
-            N,
-            EPILOGUE,
-            inside,
+            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, column, n, N, EPILOGUE, inside
         )
         m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
         return columns, load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
