@@ -88,8 +88,6 @@ def load_columns(
     if inside is None:
         inside = n < N - start
     scale = tl.load(b_scale_ptr + start + n, mask=inside, other=0.0) if FORM.b_per_channel else tl.load(b_scale_ptr)
-    if FORM.a_scale == "tensor":
-        scale *= tl.load(a_scale_ptr)
     bias = tl.load(bias_ptr + start + n, mask=inside, other=0.0) if FORM.has_bias else scale
     inverse = scale
     if FORM.out_scale == "channel":
@@ -97,16 +95,19 @@ def load_columns(
     elif FORM.out_scale == "tensor":
         inverse = _reciprocal(tl.load(out_scale_ptr))
     zero_point = tl.load(zero_point_ptr) if FORM.zero_point else scale
-    if _folded(FORM) == "share":
+    FOLDED: tl.constexpr = _folded(FORM)
+    factor = tl.load(a_scale_ptr) if FORM.a_scale == "tensor" else 1.0  # of all columns, before each is multiplied
+    if FOLDED == "share":
         inverse *= 1.0 / 254
-        scale *= inverse
+        factor *= inverse
         bias = bias.to(tl.float32) * inverse + 0.5 if FORM.has_bias else 0.5
-    elif _folded(FORM) == "steps":
-        scale *= inverse
+    elif FOLDED == "steps":
+        factor *= inverse
         bias = bias.to(tl.float32) * inverse
     elif _is_by_tanh(FORM):
-        scale *= _unit(FORM)
+        factor *= _unit(FORM)
         bias = bias.to(tl.float32) * _unit(FORM)
+    scale *= factor
     return scale, bias, inverse, zero_point
 
 
