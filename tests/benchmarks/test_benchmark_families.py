@@ -178,9 +178,9 @@ def test_page_shows_ratios_means_losses_and_failures(tmp_path):
     results = Results("families", {"device": "made up", "date": "2026-01-01"}, tmp_path / "families" / "run.json")
     results.path.parent.mkdir()
     results.add(
-        record("gpt2", 8, "fp16_compiled", 100.0, kernels_ms=9.0),
+        record("gpt2", 8, "fp16_compiled", 100.0, kernels_ms=9.0, spread=0.5),
         record("gpt2", 8, "qframework_dynamic_frozen", 150.0, sqnr_db=30.0),
-        record("gpt2", 8, "qframework_static", 90.0, kernels_ms=6.0),
+        record("gpt2", 8, "qframework_static", 90.0, kernels_ms=6.0, spread=0.07),
         record("gpt2", 1, "fp16_compiled", 50.0),
         record("gpt2", 1, "fp16_compiled_graphs", 100.0),
         record("gpt2", 1, "qframework_dynamic_frozen", 60.0),
@@ -188,8 +188,8 @@ def test_page_shows_ratios_means_losses_and_failures(tmp_path):
     )
     page = report_families.families_page(report.load_runs(results.path.parent), tmp_path / "docs" / "families.md")
     assert "| gpt2 | 8 | 1 |  |  | **1.5** | 0.9 | , 1.50 | 30, " in page.text
-    assert "| gpt2 | 8 | static | 0.9 | 1.50 |" in page.text
-    assert "| gpt2 | 1 | dynamic | 0.6 |" in page.text  # the fastest of each counts
+    assert "| gpt2 | 8 | static | 0.9 | 1.50 | 7 %, 50 % |" in page.text
+    assert "| gpt2 | 1 | dynamic | 0.6 |  |  |" in page.text  # the fastest of each counts
     assert "failed: x" in page.text
     page.write()
     assert page.stale() == []
