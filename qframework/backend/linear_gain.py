@@ -39,7 +39,7 @@ from qframework.backend import keep_quantize
 from qframework.backend.align_rows import swaps_last
 from qframework.backend.lower_depthwise import has_own_kernel
 from qframework.backend.quantized_linear import find_epilogue
-from qframework.graph.nodes import RESHAPES, LinearCall, argument, behind, fake_value, linear_call, operation
+from qframework.graph.nodes import LinearCall, argument, behind, fake_value, linear_call, operation
 from qframework.graph.norms import norm_call
 from qframework.graph.shapes import Size, traced_size
 from qframework.kernels.linear.tile import MAX_FEW_ROWS
@@ -60,8 +60,8 @@ _SHARE = 0.84  # of the memory's rate that kernels reach
 _BYTES = 2.5e6  # in a us: a sum that the next norm's kernel would write and read otherwise
 _LEAST_SAVED = 0.2  # of the time of separate products, by estimate: below, they may save nothing
 _OPERATIONS = {"add", "sub", "mul", "div", "relu", "gelu", "silu", "sigmoid", "tanh", "dropout", "pow", "addcmul"}
-_VIEWS = {*RESHAPES, "contiguous", "clone", "to"}
-_ELEMENTWISE = {*_VIEWS, *_OPERATIONS, "transpose", "permute"}
+_VIEWS = keep_quantize.RESHAPED
+_ELEMENTWISE = {*_VIEWS, *_OPERATIONS, *keep_quantize.TURNS}
 _COPIES, _TWO_OPERANDS = {"contiguous", "clone", "dropout"}, {"mul", "add", "sub"}
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution"}
 

@@ -63,14 +63,17 @@ def by_tanh(act: str, residual: Tensor | None, out_scale: np.ndarray | None) -> 
     return act in BY_TANH and residual is None and out_scale is not None and out_scale.size == 1
 
 
-def off_by_activation(a, a_scale, b, b_scale, bias, act, residual, out_scale: np.ndarray) -> np.ndarray | float:
+def off_by_activation(
+    a, a_scale, b, b_scale, bias, act, residual, out_scale: np.ndarray, zero_point: bool = False
+) -> np.ndarray | float:
     """What an INT8 result may be off by beyond ``linear``'s error, before it is rounded.
 
     The hardware's tanh is off by 2^-11 of itself, times half the argument; GELU's fit by 5.5e-5; and the quotient is
-    rounded to 2^-25 of 254 steps, also without an activation, unless scales are of rows.
+    rounded to 2^-25 of 254 steps. Without an activation, so are the bias and the quotient, unless there is a zero point
+    or scales are those of rows.
     """
-    if act == "none" and residual is None and out_scale.ndim < 2:
-        return 2.0**-16 * out_scale
+    if act == "none" and residual is None and out_scale.ndim < 2 and not zero_point:
+        return 2 * 254 * 2.0**-25 * out_scale
     if not by_tanh(act, residual, out_scale):
         return GELU_OFF * (act == "gelu")
     argument, _ = linear(a, a_scale, b, b_scale, bias)

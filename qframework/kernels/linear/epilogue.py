@@ -96,7 +96,7 @@ def load_columns(
         inverse = _reciprocal(tl.load(out_scale_ptr))
     zero_point = tl.load(zero_point_ptr) if FORM.zero_point else scale
     FOLDED: tl.constexpr = _folded(FORM)
-    factor = tl.load(a_scale_ptr) if FORM.a_scale == "tensor" else 1.0  # of all columns, before each is multiplied
+    factor = tl.load(a_scale_ptr) if FORM.a_scale == "tensor" else 1.0  # common to all columns: one product for each
     if FOLDED == "share":
         inverse *= 1.0 / 254
         factor *= inverse

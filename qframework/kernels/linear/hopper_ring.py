@@ -107,7 +107,7 @@ if HAS_GLUON:
 
     @gluon.jit
     def columns_before_end(end, n, layout: gl.constexpr):
-        """Which columns ``n``, from 0 on, come before ``end``, by pairs: it is even, as TMA's rows are."""
+        """Which columns ``n``, from 0 on, come before ``end``, which TMA makes even, so that pairs are loaded at once."""
         return gl.max_constancy(n < end, 2) if _KEEPS_INDICES else columns_before(end, n.shape[0], layout)
 
     @gluon.jit
@@ -246,7 +246,7 @@ if HAS_GLUON:
         slot = total % STAGES
         phase = (total // STAGES) & 1
         mbarrier.wait(ready.index(slot), phase)
-        upper = gl.zeros((64, BLOCK_N), gl.int32, layout)  # as constants, they take no instructions
+        upper = gl.zeros((64, BLOCK_N), gl.int32, layout)  # constants, which take no registers
         lower = upper
         upper, lower = _add_product(WHO, a_stages, b_stages, slot, upper, lower, FORM)
         for _ in range(1, steps):

@@ -77,7 +77,8 @@ def int8_linear(
     requantized value saturates at +-127. On a GPU, GELU of x has an error below 1e-6 (relative 1e-5 where |x| < 1) for
     16-bit and INT8 results and uses erf for float32. Before an INT8 result with one scale and no residual, GELU, its
     tanh form and SiLU use the hardware's tanh, with an error of at most 2^-12 |x|, for GELU plus 5.5e-5. ``y /
-    out_scale`` is a product with the reciprocal, so a value next to a tie may round the other way.
+    out_scale`` is a product with the reciprocal, and off by up to 1.5e-5 without an activation, a residual and a zero
+    point, so a value next to a tie may round the other way.
 
     Raises:
         UnsupportedError: an unsupported dtype, activation or device; K above 131,071, where INT32 can overflow.

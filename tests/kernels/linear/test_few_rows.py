@@ -76,7 +76,7 @@ def test_same_bits_as_the_general_kernel(tile, output, shape):
     else:
         shift = 0 if x.out_zero_point is None else numpy64(x.out_zero_point) * numpy64(x.out_scale)
         scale = numpy64(x.out_scale)
-        error = error + off_by_activation(*x[:7], scale)
+        error = error + off_by_activation(*x[:7], scale, x.out_zero_point is not None)
         assert_int8_close(got, exact + shift, error, scale, most_doubtful(x.activation, x.residual, scale))
 
 

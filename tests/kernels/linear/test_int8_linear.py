@@ -167,7 +167,7 @@ def test_requantized_with_a_zero_point(run, case, activation, residual, out_scal
     scale = torch.from_numpy(step * np.linspace(0.5, 1.5, math.prod(shape)).reshape(shape)).float()
     zero = torch.tensor([zero_point], dtype=torch.int32, device=a.device)
     got = run(a, a_scale, b, b_scale, bias, activation, added, scale.to(a.device), None, zero)
-    error = error + off_by_activation(a, a_scale, b, b_scale, bias, activation, added, numpy64(scale))
+    error = error + off_by_activation(a, a_scale, b, b_scale, bias, activation, added, numpy64(scale), zero_point=True)
     most = most_doubtful(activation, added, numpy64(scale))
     assert_int8_close(got, exact + zero_point * numpy64(scale), error, numpy64(scale), most)
     assert int(got.min()) >= -127
