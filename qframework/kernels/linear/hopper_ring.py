@@ -107,7 +107,7 @@ if HAS_GLUON:
 
     @gluon.jit
     def columns_before_end(end, n, layout: gl.constexpr):
-        """Which columns ``n``, from 0 on, come before ``end``, which TMA makes even, so that pairs are loaded at once."""
+        """Which columns ``n``, from 0 on, come before ``end``, which TMA makes even: pairs are loaded at once."""
         return gl.max_constancy(n < end, 2) if _KEEPS_INDICES else columns_before(end, n.shape[0], layout)
 
     @gluon.jit
