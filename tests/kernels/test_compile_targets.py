@@ -18,7 +18,6 @@ from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import hopper_gated
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.epilogue import EpilogueForm
-from qframework.kernels.linear.hopper_ring import KEEPS_INDICES
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
 from qframework.kernels.linear.tile import (
@@ -299,10 +298,7 @@ def test_specialized(tile, epilogue, single, tmp_path):
     assert ptx.count("wgmma.mma_async") == steps * working * accumulators * 4, "for each accumulator, four products"
     left = 0 if tile == WIDE else accumulators  # the other warpgroup multiplies while this one waits for its rows
     assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == steps * working
-    if KEEPS_INDICES:
-        assert re.search(r"ld\.global\S*\.v2\.b32", ptx), "scales of columns are read in pairs"
     assert "setmaxnreg" in ptx
-    assert keeps_indices(ptx) == KEEPS_INDICES
     assert compiled.metadata.shared <= 227 * 1024
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 

@@ -46,14 +46,19 @@ def _folded(form):
 
 
 @triton.constexpr_function
+def is_long(activation):
+    """Whether the epilogue takes so many instructions that kernels should repeat, not unroll it."""
+    return activation in ("gelu", "gelu_tanh", "silu")
+
+
+@triton.constexpr_function
 def _is_by_tanh(form):
     """Whether :func:`_activate_to_int8` does the rest: a smooth activation, with nothing behind it but rounding.
 
     Its error is small beside the step of a whole tensor, but not beside that of channels or rows whose results all lie
     in the activation's negative tail.
     """
-    smooth = form.activation in ("gelu", "gelu_tanh", "silu")
-    return smooth and not form.has_residual and form.out_scale == "tensor"
+    return is_long(form.activation) and not form.has_residual and form.out_scale == "tensor"
 
 
 @triton.constexpr_function
@@ -79,24 +84,32 @@ def load_columns(
     n,  # columns behind it: sums with ``start`` would take two registers for each address, kept from tile to tile
     N,
     FORM: tl.constexpr,
-    inside=None,  # whether ``start + n < N``, if that is known
 ):
-    """Scale of the product, bias and ``1 / out_scale`` of columns, and the zero point of the result.
+    """Scales and bias of columns, with scales of whole tensors and the zero point of the result.
 
     What is absent is an unused placeholder.
     """
-    if inside is None:
-        inside = n < N - start
+    inside = n < N - start
     scale = tl.load(b_scale_ptr + start + n, mask=inside, other=0.0) if FORM.b_per_channel else tl.load(b_scale_ptr)
     bias = tl.load(bias_ptr + start + n, mask=inside, other=0.0) if FORM.has_bias else scale
-    inverse = scale
+    a_scale = tl.load(a_scale_ptr) if FORM.a_scale == "tensor" else 1.0
+    out_scale = a_scale
     if FORM.out_scale == "channel":
-        inverse = _reciprocal(tl.load(out_scale_ptr + start + n, mask=inside, other=1.0))
+        out_scale = tl.load(out_scale_ptr + start + n, mask=inside, other=1.0)
     elif FORM.out_scale == "tensor":
-        inverse = _reciprocal(tl.load(out_scale_ptr))
+        out_scale = tl.load(out_scale_ptr)
     zero_point = tl.load(zero_point_ptr) if FORM.zero_point else scale
+    return scale, bias, a_scale, out_scale, zero_point
+
+
+@triton.jit
+def fold_columns(loaded, FORM: tl.constexpr):
+    """Scale and bias of a product's columns, ``1 / out_scale`` and the zero point, from :func:`load_columns`."""
+    scale, bias, factor, out_scale, zero_point = loaded
+    inverse = scale
+    if FORM.out_scale == "channel" or FORM.out_scale == "tensor":
+        inverse = _reciprocal(out_scale)
     FOLDED: tl.constexpr = _folded(FORM)
-    factor = tl.load(a_scale_ptr) if FORM.a_scale == "tensor" else 1.0  # common to all columns: one product for each
     if FOLDED == "share":
         inverse *= 1.0 / 254
         factor *= inverse
@@ -148,7 +161,7 @@ def _reciprocal(x):
 @triton.jit
 def finish(
     acc,  # (rows, columns) int32
-    columns,  # of load_columns
+    columns,  # of fold_columns
     rows,  # of load_rows
     residual,  # like acc, float
     out_dtype: tl.constexpr,
@@ -186,7 +199,7 @@ def finish(
 def finish_gated(
     gate,  # (rows, columns) int32
     up,  # likewise
-    gate_columns,  # of load_columns, :func:`before_gate`
+    gate_columns,  # of fold_columns, :func:`before_gate`
     up_columns,  # likewise
     rows,  # of load_rows
     out_scale_ptr,  # (1,) fp32, where there is one
@@ -221,7 +234,7 @@ def _dequantize(acc, columns, rows, FORM: tl.constexpr):
 
 @triton.jit
 def _requantize(acc, columns, rows, FORM: tl.constexpr):
-    """The product in steps, rounded and saturated: scale and bias of :func:`load_columns` are those of its share."""
+    """The product in steps, rounded and saturated: scale and bias of :func:`fold_columns` are those of its share."""
     y = acc.to(tl.float32)
     if FORM.a_scale != "tensor":
         y *= rows[0][:, None]

@@ -15,7 +15,7 @@ from memory, once. Three things keep memory busy:
 
 from __future__ import annotations
 
-from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
+from qframework.kernels.linear.epilogue import finish, fold_columns, load_columns, load_rows
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -76,6 +76,7 @@ def _int8_linear_few_rows_kernel(
         columns = load_columns(
             a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, each, N, EPILOGUE
         )
+        columns = fold_columns(columns, EPILOGUE)
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + first + m.to(tl.int64)[:, None] * stride_am + k[None, :]
     b_ptrs = b_rows[None, :] + first + k[:, None]
@@ -131,6 +132,7 @@ def _add_parts_kernel(
     columns = load_columns(
         a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, each, N, EPILOGUE
     )
+    columns = fold_columns(columns, EPILOGUE)
     sums = parts_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)

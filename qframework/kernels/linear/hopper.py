@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
+from qframework.kernels.linear.epilogue import finish, is_long, load_rows
 from qframework.kernels.linear.hopper_ring import LEFT, accumulator, parts, right_columns, takes_turns_in_k, workers
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.triton import triton
@@ -40,10 +40,12 @@ def _buffers(form, has_residual):
 if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
         begin,
-        columns_before_end,
-        multiply,
+        finish_product,
+        load_columns_once,
         place_of,
         produce,
+        spread_columns,
+        start_product,
         tiles_of_program,
     )
     from qframework.kernels.linear.hopper_wide import consume_wide
@@ -57,6 +59,19 @@ if HAS_GLUON:
         tma_load,
         tma_store,
     )
+
+    @gluon.jit
+    def _finish(
+        acc, columns, rows, start_m, start_n, stage, out_desc, BUFFERS: gl.constexpr, EPILOGUE: gl.constexpr
+    ):  # fmt: skip
+        """Run the epilogue of 64 rows and start storing the result."""
+        residual = stage.load(acc.type.layout) if EPILOGUE.has_residual else acc
+        out = finish(acc, columns, rows, residual, out_desc.dtype, EPILOGUE)
+        if not EPILOGUE.has_residual:
+            tma.store_wait(BUFFERS - 1)
+        stage.store(out)
+        fence_async_shared()
+        tma_store(out_desc, [start_m, start_n], stage)
 
     @gluon.jit
     def _consume(
@@ -75,15 +90,13 @@ if HAS_GLUON:
         COLUMNS: gl.constexpr = FORM.block_n
         layout: gl.constexpr = accumulator(COLUMNS)
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-        of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         PINGPONG: gl.constexpr = FORM.pingpong
         HAS_RESIDUAL: gl.constexpr = EPILOGUE.has_residual
         HALVES: gl.constexpr = 1 if workers(FORM.block_m) == 3 else 2
         BUFFERS: gl.constexpr = out_stages.shape[0] // workers(FORM.block_m)
         FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * 64 * HALVES
         TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
-        # With many tiles, the registers of early loads cost more than late loads, unless those add up to three vectors.
-        EARLY: gl.constexpr = FORM.single or EPILOGUE.out_scale == "channel"
+        IS_LONG: gl.constexpr = is_long(EPILOGUE.activation)
         out_dtype: gl.constexpr = out_desc.dtype
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
@@ -91,61 +104,46 @@ if HAS_GLUON:
         own_turn = 1 - WHO  # the phase to wait for; warpgroup 0 begins at once
         skipped = WHO if PINGPONG else 0
         total = skipped * steps  # steps of all tiles before the current one
-        for tile in range(first + skipped * by, end, TURNS * by):
-            start_m, start_n = place_of(tile, M, N, FORM)
+        first += skipped * by
+        start_m, start_n = place_of(first, M, N, FORM)
+        columns = load_columns_once(pointers, start_n, N, COLUMNS, EPILOGUE)
+        for tile in range(first, end, TURNS * by):
             start_m += FIRST_ROW
-            n = gl.arange(0, COLUMNS, layout=of_columns)
-            m_upper = start_m + gl.arange(0, 64, layout=of_rows)
-            m_lower = m_upper + 64
-            if EARLY:
-                inside = columns_before_end(N - start_n, n, of_columns)
-                columns = load_columns(
-                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EPILOGUE, inside
-                )
-                rows_upper = load_rows(a_scale_ptr, out_scale_ptr, m_upper, M, PA, PO, EPILOGUE)
-                rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m_lower, M, PA, PO, EPILOGUE)
+            m = start_m + gl.arange(0, 64, layout=of_rows)
+            rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
+            rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m + 64, M, PA, PO, EPILOGUE)
             if HAS_RESIDUAL:  # into the buffers that later hold the result
                 tma.store_wait(0)
                 mbarrier.expect(landed.index(WHO), HALVES * 64 * COLUMNS * (out_dtype.primitive_bitwidth // 8))
                 for half in gl.static_range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half)
                     tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
-            upper, lower = multiply(WHO, ring, own_turn, steps, total, FORM)
+            upper, lower, slot = start_product(WHO, ring, own_turn, steps, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
+            # While the tensor cores are busy: what the epilogue needs, and the next tile's place.
+            of_tile = spread_columns(columns, COLUMNS, EPILOGUE)
+            next_m, next_n = place_of(tile + TURNS * by, M, N, FORM)
+            columns = load_columns_once(pointers, next_n, N, COLUMNS, EPILOGUE)
+            upper, lower = finish_product(upper, lower, slot, ring, FORM)
 
-            for half in gl.static_range(HALVES):
-                stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
-                acc = upper if half == 0 else lower
-                if not EARLY and half == 0:  # what lies below has the same columns
-                    inside = columns_before_end(N - start_n, n, of_columns)
-                    columns = load_columns(
-                        a_scale_ptr,
-                        b_scale_ptr,
-                        bias_ptr,
-                        out_scale_ptr,
-                        zero_point_ptr,
-                        start_n,
-                        n,
-                        N,
-                        EPILOGUE,
-                        inside,
-                    )
-                if HAS_RESIDUAL and half == 0:
-                    mbarrier.wait(landed.index(WHO), arrived)
-                    arrived ^= 1
-                if EARLY:
-                    rows = rows_upper if half == 0 else rows_lower
-                else:
-                    m = m_upper if half == 0 else m_lower
-                    rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
-                residual = stage.load(layout) if HAS_RESIDUAL else acc
-                out = finish(acc, columns, rows, residual, out_dtype, EPILOGUE)
-                if not HAS_RESIDUAL:
-                    tma.store_wait(BUFFERS - 1)
-                stage.store(out)
-                fence_async_shared()
-                tma_store(out_desc, [start_m + half * 64, start_n], stage)
+            if HAS_RESIDUAL:
+                mbarrier.wait(landed.index(WHO), arrived)
+                arrived ^= 1
+            if IS_LONG:
+                for half in range(HALVES):
+                    stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
+                    _finish(upper, of_tile, rows, start_m + half * 64, start_n, stage, out_desc, BUFFERS, EPILOGUE)
+                    upper = lower
+                    rows = rows_lower
+            else:
+                for half in gl.static_range(HALVES):
+                    stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
+                    _finish(upper, of_tile, rows, start_m + half * 64, start_n, stage, out_desc, BUFFERS, EPILOGUE)
+                    upper = lower
+                    rows = rows_lower
+            start_m = next_m
+            start_n = next_n
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["M", "PA", "PO"])

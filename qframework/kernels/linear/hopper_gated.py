@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from qframework.kernels.linear.epilogue import before_gate, finish_gated, load_columns, load_rows
+from qframework.kernels.linear.epilogue import before_gate, finish_gated, load_rows
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
         accumulator,
         begin,
-        columns_before_end,
-        multiply,
+        finish_product,
+        load_columns_once,
         place_of,
         produce,
+        spread_columns,
+        start_product,
         tiles_of_program,
     )
     from qframework.kernels.runtime.gluon import fence_async_shared, gl, gluon, tma, tma_store
@@ -44,12 +46,13 @@ if HAS_GLUON:
     ):
         """Multiplying warpgroup 0 or 1, with two accumulators of 64 rows."""
         a_scale_ptr, gate_scale_ptr, gate_bias_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr = pointers
+        of_gate = (a_scale_ptr, gate_scale_ptr, gate_bias_ptr, out_scale_ptr, zero_point_ptr)
+        of_up = (a_scale_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr)
         out_desc, out_stages = results
         M, N, K, PA = sizes
         COLUMNS: gl.constexpr = FORM.columns
         layout: gl.constexpr = accumulator(COLUMNS)
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-        of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         PINGPONG: gl.constexpr = FORM.pingpong
         TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
         BUFFERS: gl.constexpr = out_stages.shape[0] // 2
@@ -62,21 +65,18 @@ if HAS_GLUON:
         for tile in range(first + skipped * by, end, TURNS * by):
             start_m, start_n = place_of(tile, M, N, FORM)
             start_m += 0 if PINGPONG else WHO * 128
-            upper, lower = multiply(WHO, ring, own_turn, steps, total, FORM)
+            gate_columns = load_columns_once(of_gate, start_n, N, COLUMNS, EACH)
+            up_columns = load_columns_once(of_up, start_n, N, COLUMNS, EACH)
+            upper, lower, slot = start_product(WHO, ring, own_turn, steps, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
+            gate_columns = spread_columns(gate_columns, COLUMNS, EACH)
+            up_columns = spread_columns(up_columns, COLUMNS, EACH)
+            upper, lower = finish_product(upper, lower, slot, ring, FORM)
 
-            n = gl.arange(0, COLUMNS, layout=of_columns)
-            inside = columns_before_end(N - start_n, n, of_columns)
-            gate_columns = load_columns(
-                a_scale_ptr, gate_scale_ptr, gate_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH, inside
-            )
-            up_columns = load_columns(
-                a_scale_ptr, up_scale_ptr, up_bias_ptr, out_scale_ptr, zero_point_ptr, start_n, n, N, EACH, inside
-            )
-            for half in gl.static_range(2):
+            for half in range(2):
                 stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
-                gate, up = _halves(upper if half == 0 else lower, COLUMNS)
+                gate, up = _halves(upper, COLUMNS)
                 m = start_m + half * 64 + gl.arange(0, 64, layout=of_rows)
                 rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, 1, EACH)
                 out = finish_gated(
@@ -86,6 +86,7 @@ if HAS_GLUON:
                 stage.store(out)
                 fence_async_shared()
                 tma_store(out_desc, [start_m + half * 64, start_n], stage)
+                upper = lower
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["M", "PA"])

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from qframework.kernels.linear.epilogue import fold_columns, load_columns
 from qframework.kernels.linear.triton import place
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.kernels.runtime.triton import VERSION, tl, triton
+from qframework.kernels.runtime.triton import tl, triton
 
-KEEPS_INDICES = VERSION < (3, 9)
-"""Whether threads keep the indices of their columns from tile to tile: linears of an H200 take 1.5 percent less time,
-but the assembler of Triton 3.9 spills them."""
 LEFT = tl.constexpr(128)  # columns of the left accumulator in tiles of more
 
 
@@ -91,7 +89,6 @@ class Ring(NamedTuple):
 
 if HAS_GLUON:
     from qframework.kernels.runtime.gluon import (
-        columns_before,
         fence_async_shared,
         gl,
         gluon,
@@ -103,12 +100,25 @@ if HAS_GLUON:
         warpgroup_mma_wait,
     )
 
-    _KEEPS_INDICES = gl.constexpr(KEEPS_INDICES)
+    @gluon.jit
+    def load_columns_once(pointers, start, N, COLUMNS: gl.constexpr, FORM: gl.constexpr):
+        """``load_columns`` of a tile, one column for each thread of a warpgroup: one register for each vector."""
+        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = pointers
+        n = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        return load_columns(a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start, n, N, FORM)
 
     @gluon.jit
-    def columns_before_end(end, n, layout: gl.constexpr):
-        """Which columns ``n``, from 0 on, come before ``end``, which TMA makes even: pairs are loaded at once."""
-        return gl.max_constancy(n < end, 2) if _KEEPS_INDICES else columns_before(end, n.shape[0], layout)
+    def spread_columns(loaded, COLUMNS: gl.constexpr, FORM: gl.constexpr):
+        """``fold_columns`` of :func:`load_columns_once`, then to each thread those of its results."""
+        scale, bias, inverse, zero_point = fold_columns(loaded, FORM)
+        layout: gl.constexpr = gl.SliceLayout(0, accumulator(COLUMNS))
+        if FORM.b_per_channel:
+            scale = gl.convert_layout(scale, layout)
+        if FORM.has_bias:
+            bias = gl.convert_layout(bias.to(gl.float32), layout)
+        if FORM.out_scale == "channel":
+            inverse = gl.convert_layout(inverse, layout)
+        return scale, bias, inverse, zero_point
 
     @gluon.jit
     def tiles_of_program(M, N, FORM: gl.constexpr):
@@ -225,7 +235,7 @@ if HAS_GLUON:
         return upper, lower
 
     @gluon.jit
-    def multiply(
+    def start_product(
         WHO: gl.constexpr,
         ring,
         own_turn,  # the phase of ``turn`` to wait for
@@ -233,11 +243,13 @@ if HAS_GLUON:
         total,  # steps of all tiles before this one
         FORM: gl.constexpr,
     ):
-        """The product of a warpgroup's rows of a tile: two accumulators of 64 rows, the second one 0 if it has 64."""
+        """Start the product of a warpgroup's rows of a tile: two accumulators of 64 rows, the second one 0 if it has 64.
+
+        The last steps are under way until :func:`finish_product`, which takes the slot of the last one.
+        """
         a_stages, b_stages, _, ready, free, turn = ring
         BLOCK_N: gl.constexpr = FORM.block_n
         STAGES: gl.constexpr = FORM.stages
-        THIRDS: gl.constexpr = workers(FORM.block_m) == 3
         IN_TURN: gl.constexpr = _in_turn(FORM)
         layout: gl.constexpr = accumulator(BLOCK_N)
         if IN_TURN:
@@ -257,9 +269,14 @@ if HAS_GLUON:
             mbarrier.arrive(free.index(before), count=1)
         if IN_TURN:
             mbarrier.arrive(turn.index(1 - WHO), count=1)
-        if THIRDS:
+        return upper, lower, slot
+
+    @gluon.jit
+    def finish_product(upper, lower, slot, ring, FORM: gl.constexpr):
+        """The accumulators, once the products are done."""
+        if workers(FORM.block_m) == 3:
             upper = warpgroup_mma_wait(0, deps=(upper,))
         else:
             upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
-        mbarrier.arrive(free.index(slot), count=1)
+        mbarrier.arrive(ring.free.index(slot), count=1)
         return upper, lower

@@ -11,16 +11,17 @@ the sizes of each must be powers of two. The warpgroups share a tile in one of t
 
 from __future__ import annotations
 
-from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
+from qframework.kernels.linear.epilogue import finish, load_rows
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
         LEFT,
         accumulator,
-        columns_before_end,
+        load_columns_once,
         place_of,
         right_columns,
+        spread_columns,
         takes_turns_in_k,
         tiles_of_program,
     )
@@ -62,8 +63,6 @@ if HAS_GLUON:
         out_dtype: gl.constexpr = out_desc.dtype
         RIGHT: gl.constexpr = right_columns(FORM.columns)
         COLUMNS: gl.constexpr = (LEFT if HAS_LEFT else 0) + (RIGHT if HAS_RIGHT else 0)
-        # Operands of the epilogue are loaded before the product, unless that takes more registers than there are.
-        EARLY: gl.constexpr = RIGHT < LEFT
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
         arrived = 0  # the phase of ``landed``
@@ -78,9 +77,9 @@ if HAS_GLUON:
                     _load(residual_desc, start_m, start_n, landed.index(WHO), left_stage)
                 if HAS_RIGHT:
                     _load(residual_desc, start_m, start_n + LEFT, landed.index(WHO), right_stage)
-            if EARLY and HAS_LEFT:
+            if HAS_LEFT:
                 of_left = _operands(start_m, start_n, LEFT, pointers, sizes, EPILOGUE)
-            if EARLY and HAS_RIGHT:
+            if HAS_RIGHT:
                 of_right = _operands(start_m, start_n + LEFT, RIGHT, pointers, sizes, EPILOGUE)
             left, right = _multiply(WHO, ring, steps, total, FORM)
             total += steps
@@ -92,12 +91,8 @@ if HAS_GLUON:
             else:
                 tma.store_wait(0)
             if HAS_LEFT:
-                if not EARLY:
-                    of_left = _operands(start_m, start_n, LEFT, pointers, sizes, EPILOGUE)
                 _finish(left, of_left, start_m, start_n, left_stage, out_desc, EPILOGUE)
             if HAS_RIGHT:
-                if not EARLY:
-                    of_right = _operands(start_m, start_n + LEFT, RIGHT, pointers, sizes, EPILOGUE)
                 _finish(right, of_right, start_m, start_n + LEFT, right_stage, out_desc, EPILOGUE)
         tma.store_wait(0)
 
@@ -196,21 +191,16 @@ if HAS_GLUON:
     @gluon.jit
     def _operands(row, column, COLUMNS: gl.constexpr, pointers, sizes, EPILOGUE: gl.constexpr):
         """What the epilogue of an accumulator reads for its columns and for its rows."""
-        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = pointers
         M, N, _, PA, PO = sizes
-        of_columns: gl.constexpr = gl.SliceLayout(0, accumulator(COLUMNS))
-        n = gl.arange(0, COLUMNS, layout=of_columns)
-        inside = columns_before_end(N - column, n, of_columns)
-        columns = load_columns(
-            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, column, n, N, EPILOGUE, inside
-        )
+        columns = load_columns_once(pointers, column, N, COLUMNS, EPILOGUE)
         m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
-        return columns, load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
+        return columns, load_rows(pointers[0], pointers[3], m, M, PA, PO, EPILOGUE)
 
     @gluon.jit
     def _finish(acc, operands, row, column, stage, out_desc, EPILOGUE: gl.constexpr):
         """Run the epilogue of an accumulator and start storing the result."""
         columns, rows = operands
+        columns = spread_columns(columns, acc.shape[1], EPILOGUE)
         residual = stage.load(accumulator(acc.shape[1])) if EPILOGUE.has_residual else acc
         stage.store(finish(acc, columns, rows, residual, out_desc.dtype, EPILOGUE))
         fence_async_shared()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
+from qframework.kernels.linear.epilogue import finish, fold_columns, load_columns, load_rows
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -127,6 +127,7 @@ def tile_of_out(
         columns = load_columns(
             a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start_n, each, N, EPILOGUE
         )
+        columns = fold_columns(columns, EPILOGUE)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     if TMA:
         for start in range(0, K, BLOCK_K):
@@ -164,6 +165,7 @@ def tile_of_out(
             columns = load_columns(
                 a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, start, each, N, EPILOGUE
             )
+            columns = fold_columns(columns, EPILOGUE)
         inside = (m < M)[:, None] & (n < N)[None, :]
         residual = columns[0]
         if EPILOGUE.has_residual:

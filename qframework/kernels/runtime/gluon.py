@@ -47,19 +47,6 @@ if HAS_GLUON:
         return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
     @gluon.jit
-    def columns_before(end, COLUMNS: gl.constexpr, layout: gl.constexpr):
-        """Which of ``COLUMNS`` columns come before ``end``, as ``arange < end``, in an accumulator's layout.
-
-        A thread compares its two columns of eight with ``end`` less the multiples of eight. The indices of all its
-        columns, which do not change, would be kept in registers from tile to tile; ptxas 13 spills them.
-        """
-        parts: gl.constexpr = gl.BlockedLayout([COLUMNS // 8, 2], [8, 4], [4, 1], [1, 0])
-        eights = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, parts))
-        rest = gl.arange(0, 8, layout=gl.SliceLayout(0, parts))
-        inside = rest[None, :] < (end - 8 * eights)[:, None]
-        return gl.convert_layout(inside.reshape([COLUMNS]), layout, assert_trivial=True)
-
-    @gluon.jit
     def parts_of_rows(stages, PARTS: gl.constexpr):
         """``(S, N, K)`` of shared memory as ``(PARTS S, N / PARTS, K)``, in the same layout."""
         if PARTS > 1:
@@ -78,7 +65,6 @@ __all__ = [
     "HAS_GLUON",
     "TensorDescriptor",
     "barrier",
-    "columns_before",
     "fence_async_shared",
     "gl",
     "gluon",
