@@ -40,6 +40,7 @@ def _buffers(form, has_residual):
 if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
         begin,
+        continue_product,
         finish_product,
         load_columns_once,
         place_of,
@@ -118,13 +119,14 @@ if HAS_GLUON:
                 for half in gl.static_range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half)
                     tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
-            upper, lower, slot = start_product(WHO, ring, own_turn, steps, total, FORM)
+            upper, lower, slot, phase = start_product(WHO, ring, own_turn, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
-            # While the tensor cores are busy: what the epilogue needs, and the next tile's place.
-            of_tile = spread_columns(columns, COLUMNS, EPILOGUE)
+            # What precedes and follows the product is prepared while the tensor cores are busy.
             next_m, next_n = place_of(tile + TURNS * by, M, N, FORM)
-            columns = load_columns_once(pointers, next_n, N, COLUMNS, EPILOGUE)
+            of_next = load_columns_once(pointers, next_n, N, COLUMNS, EPILOGUE)
+            upper, lower, slot = continue_product(WHO, upper, lower, slot, phase, steps, ring, FORM)
+            columns = spread_columns(columns, COLUMNS, EPILOGUE)
             upper, lower = finish_product(upper, lower, slot, ring, FORM)
 
             if HAS_RESIDUAL:
@@ -133,17 +135,18 @@ if HAS_GLUON:
             if IS_LONG:
                 for half in range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
-                    _finish(upper, of_tile, rows, start_m + half * 64, start_n, stage, out_desc, BUFFERS, EPILOGUE)
+                    _finish(upper, columns, rows, start_m + half * 64, start_n, stage, out_desc, BUFFERS, EPILOGUE)
                     upper = lower
                     rows = rows_lower
             else:
                 for half in gl.static_range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
-                    _finish(upper, of_tile, rows, start_m + half * 64, start_n, stage, out_desc, BUFFERS, EPILOGUE)
+                    _finish(upper, columns, rows, start_m + half * 64, start_n, stage, out_desc, BUFFERS, EPILOGUE)
                     upper = lower
                     rows = rows_lower
             start_m = next_m
             start_n = next_n
+            columns = of_next
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["M", "PA", "PO"])

@@ -220,15 +220,15 @@ if HAS_GLUON:
                 slot, phase = next_stage(slot, phase, FORM.stages)
 
     @gluon.jit
-    def _add_product(WHO: gl.constexpr, a_stages, b_stages, slot, upper, lower, FORM: gl.constexpr):
+    def _add_product(WHO: gl.constexpr, ring, slot, upper, lower, FORM: gl.constexpr):
         """Start adding the products of a step to a warpgroup's accumulators; those of the step before are done."""
-        b = b_stages.index(slot).permute((1, 0))
+        b = ring.b_stages.index(slot).permute((1, 0))
         if workers(FORM.block_m) == 3:
-            upper = warpgroup_mma(a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
+            upper = warpgroup_mma(ring.a_stages.index(slot * 3 + WHO), b, upper, is_async=True)
             upper = warpgroup_mma_wait(1, deps=(upper,))
         else:
             FIRST_ROW: gl.constexpr = 0 if FORM.pingpong else WHO * 128
-            a = a_stages.index(slot)
+            a = ring.a_stages.index(slot)
             upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
             lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
             upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))
@@ -239,41 +239,41 @@ if HAS_GLUON:
         WHO: gl.constexpr,
         ring,
         own_turn,  # the phase of ``turn`` to wait for
-        steps,
         total,  # steps of all tiles before this one
         FORM: gl.constexpr,
     ):
-        """Start the product of a warpgroup's rows of a tile: two accumulators of 64 rows, the second one 0 if it has 64.
+        """Start the first step of the product of a warpgroup's rows of a tile.
 
-        The last steps are under way until :func:`finish_product`, which takes the slot of the last one.
+        Two accumulators of 64 rows, the second one 0 if it has 64, and the slot and phase of the step.
         """
-        a_stages, b_stages, _, ready, free, turn = ring
         BLOCK_N: gl.constexpr = FORM.block_n
-        STAGES: gl.constexpr = FORM.stages
-        IN_TURN: gl.constexpr = _in_turn(FORM)
         layout: gl.constexpr = accumulator(BLOCK_N)
-        if IN_TURN:
+        if _in_turn(FORM):
             # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
-            mbarrier.wait(turn.index(WHO), own_turn)
-        slot = total % STAGES
-        phase = (total // STAGES) & 1
-        mbarrier.wait(ready.index(slot), phase)
+            mbarrier.wait(ring.turn.index(WHO), own_turn)
+        slot = total % FORM.stages
+        phase = (total // FORM.stages) & 1
+        mbarrier.wait(ring.ready.index(slot), phase)
         upper = gl.zeros((64, BLOCK_N), gl.int32, layout)  # constants, which take no registers
-        lower = upper
-        upper, lower = _add_product(WHO, a_stages, b_stages, slot, upper, lower, FORM)
+        upper, lower = _add_product(WHO, ring, slot, upper, upper, FORM)
+        return upper, lower, slot, phase
+
+    @gluon.jit
+    def continue_product(WHO: gl.constexpr, upper, lower, slot, phase, steps, ring, FORM: gl.constexpr):
+        """Start all other steps, and give the turn to the other warpgroup; the slot of the last step."""
         for _ in range(1, steps):
             before = slot
-            slot, phase = next_stage(slot, phase, STAGES)
-            mbarrier.wait(ready.index(slot), phase)
-            upper, lower = _add_product(WHO, a_stages, b_stages, slot, upper, lower, FORM)
-            mbarrier.arrive(free.index(before), count=1)
-        if IN_TURN:
-            mbarrier.arrive(turn.index(1 - WHO), count=1)
+            slot, phase = next_stage(slot, phase, FORM.stages)
+            mbarrier.wait(ring.ready.index(slot), phase)
+            upper, lower = _add_product(WHO, ring, slot, upper, lower, FORM)
+            mbarrier.arrive(ring.free.index(before), count=1)
+        if _in_turn(FORM):
+            mbarrier.arrive(ring.turn.index(1 - WHO), count=1)
         return upper, lower, slot
 
     @gluon.jit
     def finish_product(upper, lower, slot, ring, FORM: gl.constexpr):
-        """The accumulators, once the products are done."""
+        """The accumulators, once the last step is done, which is that in ``slot``."""
         if workers(FORM.block_m) == 3:
             upper = warpgroup_mma_wait(0, deps=(upper,))
         else:
