@@ -178,11 +178,6 @@ def serializes_wgmma(compiled, tmp_path: Path) -> bool:
     return "serialized" in said.stderr
 
 
-def keeps_indices(ptx: str) -> bool:
-    """Whether pairs of columns have an index each, here a thread's sixth, which takes registers from tile to tile."""
-    return bool(re.search(r"or\.b32\s+%r\d+, %r\d+, 40;", ptx))
-
-
 def epilogue_kind(epilogue: EpilogueForm) -> str:
     return epilogue_of(epilogue.activation, epilogue.has_residual, epilogue.out_scale != "none")
 
@@ -435,5 +430,6 @@ def test_gated(tile, activation, out, single, tmp_path):
     working = 1 if single and tile.specialized == "pingpong" else 2
     products = 2 * working * 2 * 4  # four for each accumulator, in the first step and in the others
     assert compiled.asm["ptx"].count("wgmma.mma_async") == products
-    assert compiled.asm["ptx"].count("ld.shared") <= 1, "halves change no threads"
+    spread = working * 4 * columns // 16  # scales and biases, four at a time
+    assert compiled.asm["ptx"].count("ld.shared") <= 1 + spread, "halves change no threads"
     assert compiled.metadata.shared <= 227 * 1024

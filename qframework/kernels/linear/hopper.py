@@ -40,7 +40,6 @@ def _buffers(form, has_residual):
 if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
         begin,
-        continue_product,
         finish_product,
         load_columns_once,
         place_of,
@@ -63,16 +62,19 @@ if HAS_GLUON:
 
     @gluon.jit
     def _finish(
-        acc, columns, rows, start_m, start_n, stage, out_desc, BUFFERS: gl.constexpr, EPILOGUE: gl.constexpr
+        WHO: gl.constexpr, half, acc, columns, rows, start_m, start_n, out_desc, out_stages, EPILOGUE: gl.constexpr,
+        FORM: gl.constexpr,
     ):  # fmt: skip
-        """Run the epilogue of 64 rows and start storing the result."""
+        """Run the epilogue of a warpgroup's upper or lower half and start storing the result."""
+        BUFFERS: gl.constexpr = out_stages.shape[0] // workers(FORM.block_m)
+        stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
         residual = stage.load(acc.type.layout) if EPILOGUE.has_residual else acc
         out = finish(acc, columns, rows, residual, out_desc.dtype, EPILOGUE)
         if not EPILOGUE.has_residual:
             tma.store_wait(BUFFERS - 1)
         stage.store(out)
         fence_async_shared()
-        tma_store(out_desc, [start_m, start_n], stage)
+        tma_store(out_desc, [start_m + half * 64, start_n], stage)
 
     @gluon.jit
     def _consume(
@@ -85,7 +87,7 @@ if HAS_GLUON:
         FORM: gl.constexpr,
     ):
         """Multiplying warpgroup 0, 1 or 2, with two accumulators of 64 rows, or one where there are three."""
-        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = pointers
+        a_scale_ptr, _, _, out_scale_ptr, _ = pointers
         residual_desc, out_desc, out_stages, landed = results
         M, N, K, PA, PO = sizes
         COLUMNS: gl.constexpr = FORM.block_n
@@ -97,7 +99,11 @@ if HAS_GLUON:
         BUFFERS: gl.constexpr = out_stages.shape[0] // workers(FORM.block_m)
         FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * 64 * HALVES
         TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
-        IS_LONG: gl.constexpr = is_long(EPILOGUE.activation)
+        # Half of a long epilogue's code, run twice, leaves room for the other warpgroup's in the cache of instructions.
+        REPEATED: gl.constexpr = HALVES == 2 and is_long(EPILOGUE.activation)
+        # When the vectors of the columns are spread: before the only tile's product, whose first loads take longer;
+        # before the last step ends; or behind it, which leaves more registers to the product.
+        SPREAD: gl.constexpr = "before" if FORM.single else ("during" if REPEATED else "behind")
         out_dtype: gl.constexpr = out_desc.dtype
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
@@ -107,8 +113,8 @@ if HAS_GLUON:
         total = skipped * steps  # steps of all tiles before the current one
         first += skipped * by
         start_m, start_n = place_of(first, M, N, FORM)
-        columns = load_columns_once(pointers, start_n, N, COLUMNS, EPILOGUE)
         for tile in range(first, end, TURNS * by):
+            columns = load_columns_once(pointers, start_n, N, COLUMNS, EPILOGUE)
             start_m += FIRST_ROW
             m = start_m + gl.arange(0, 64, layout=of_rows)
             rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, EPILOGUE)
@@ -119,34 +125,32 @@ if HAS_GLUON:
                 for half in gl.static_range(HALVES):
                     stage = out_stages.index(WHO * BUFFERS + half)
                     tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
-            upper, lower, slot, phase = start_product(WHO, ring, own_turn, total, FORM)
+            if SPREAD == "before":
+                columns = spread_columns(columns, COLUMNS, EPILOGUE)
+            upper, lower, slot = start_product(WHO, ring, own_turn, steps, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
-            # What precedes and follows the product is prepared while the tensor cores are busy.
+            if SPREAD == "during":
+                columns = spread_columns(columns, COLUMNS, EPILOGUE)
             next_m, next_n = place_of(tile + TURNS * by, M, N, FORM)
-            of_next = load_columns_once(pointers, next_n, N, COLUMNS, EPILOGUE)
-            upper, lower, slot = continue_product(WHO, upper, lower, slot, phase, steps, ring, FORM)
-            columns = spread_columns(columns, COLUMNS, EPILOGUE)
             upper, lower = finish_product(upper, lower, slot, ring, FORM)
-
+            if SPREAD == "behind":
+                columns = spread_columns(columns, COLUMNS, EPILOGUE)
             if HAS_RESIDUAL:
                 mbarrier.wait(landed.index(WHO), arrived)
                 arrived ^= 1
-            if IS_LONG:
+            if REPEATED:
                 for half in range(HALVES):
-                    stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
-                    _finish(upper, columns, rows, start_m + half * 64, start_n, stage, out_desc, BUFFERS, EPILOGUE)
+                    _finish(WHO, half, upper, columns, rows, start_m, start_n, out_desc, out_stages, EPILOGUE, FORM)
                     upper = lower
                     rows = rows_lower
             else:
                 for half in gl.static_range(HALVES):
-                    stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
-                    _finish(upper, columns, rows, start_m + half * 64, start_n, stage, out_desc, BUFFERS, EPILOGUE)
+                    _finish(WHO, half, upper, columns, rows, start_m, start_n, out_desc, out_stages, EPILOGUE, FORM)
                     upper = lower
                     rows = rows_lower
             start_m = next_m
             start_n = next_n
-            columns = of_next
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["M", "PA", "PO"])

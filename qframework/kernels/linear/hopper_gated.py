@@ -15,7 +15,6 @@ if HAS_GLUON:
     from qframework.kernels.linear.hopper_ring import (
         accumulator,
         begin,
-        continue_product,
         finish_product,
         load_columns_once,
         place_of,
@@ -68,8 +67,7 @@ if HAS_GLUON:
             start_m += 0 if PINGPONG else WHO * 128
             gate_columns = load_columns_once(of_gate, start_n, N, COLUMNS, EACH)
             up_columns = load_columns_once(of_up, start_n, N, COLUMNS, EACH)
-            upper, lower, slot, phase = start_product(WHO, ring, own_turn, total, FORM)
-            upper, lower, slot = continue_product(WHO, upper, lower, slot, phase, steps, ring, FORM)
+            upper, lower, slot = start_product(WHO, ring, own_turn, steps, total, FORM)
             own_turn ^= 1
             total += TURNS * steps
             gate_columns = spread_columns(gate_columns, COLUMNS, EACH)

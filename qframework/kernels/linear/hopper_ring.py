@@ -239,41 +239,39 @@ if HAS_GLUON:
         WHO: gl.constexpr,
         ring,
         own_turn,  # the phase of ``turn`` to wait for
+        steps,
         total,  # steps of all tiles before this one
         FORM: gl.constexpr,
     ):
-        """Start the first step of the product of a warpgroup's rows of a tile.
+        """Start the product of a warpgroup's rows of a tile: two accumulators of 64 rows, or one and 0.
 
-        Two accumulators of 64 rows, the second one 0 if it has 64, and the slot and phase of the step.
+        The other warpgroup has its turn then, while the last step, whose slot is the third result, is under way.
         """
         BLOCK_N: gl.constexpr = FORM.block_n
+        STAGES: gl.constexpr = FORM.stages
+        IN_TURN: gl.constexpr = _in_turn(FORM)
         layout: gl.constexpr = accumulator(BLOCK_N)
-        if _in_turn(FORM):
+        if IN_TURN:
             # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
             mbarrier.wait(ring.turn.index(WHO), own_turn)
-        slot = total % FORM.stages
-        phase = (total // FORM.stages) & 1
+        slot = total % STAGES
+        phase = (total // STAGES) & 1
         mbarrier.wait(ring.ready.index(slot), phase)
         upper = gl.zeros((64, BLOCK_N), gl.int32, layout)  # constants, which take no registers
         upper, lower = _add_product(WHO, ring, slot, upper, upper, FORM)
-        return upper, lower, slot, phase
-
-    @gluon.jit
-    def continue_product(WHO: gl.constexpr, upper, lower, slot, phase, steps, ring, FORM: gl.constexpr):
-        """Start all other steps, and give the turn to the other warpgroup; the slot of the last step."""
         for _ in range(1, steps):
             before = slot
-            slot, phase = next_stage(slot, phase, FORM.stages)
+            slot, phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(ring.ready.index(slot), phase)
             upper, lower = _add_product(WHO, ring, slot, upper, lower, FORM)
             mbarrier.arrive(ring.free.index(before), count=1)
-        if _in_turn(FORM):
+        if IN_TURN:
             mbarrier.arrive(ring.turn.index(1 - WHO), count=1)
         return upper, lower, slot
 
     @gluon.jit
     def finish_product(upper, lower, slot, ring, FORM: gl.constexpr):
-        """The accumulators, once the last step is done, which is that in ``slot``."""
+        """The accumulators of :func:`start_product`, done."""
         if workers(FORM.block_m) == 3:
             upper = warpgroup_mma_wait(0, deps=(upper,))
         else:

@@ -63,6 +63,8 @@ if HAS_GLUON:
         out_dtype: gl.constexpr = out_desc.dtype
         RIGHT: gl.constexpr = right_columns(FORM.columns)
         COLUMNS: gl.constexpr = (LEFT if HAS_LEFT else 0) + (RIGHT if HAS_RIGHT else 0)
+        # Vectors of the columns are spread before the product, unless that takes more registers than there are.
+        EARLY: gl.constexpr = RIGHT < LEFT
         first, end, by = tiles_of_program(M, N, FORM)
         steps = gl.cdiv(K, FORM.block_k)
         arrived = 0  # the phase of ``landed``
@@ -78,9 +80,9 @@ if HAS_GLUON:
                 if HAS_RIGHT:
                     _load(residual_desc, start_m, start_n + LEFT, landed.index(WHO), right_stage)
             if HAS_LEFT:
-                of_left = _operands(start_m, start_n, LEFT, pointers, sizes, EPILOGUE)
+                of_left = _operands(start_m, start_n, LEFT, pointers, sizes, EARLY, EPILOGUE)
             if HAS_RIGHT:
-                of_right = _operands(start_m, start_n + LEFT, RIGHT, pointers, sizes, EPILOGUE)
+                of_right = _operands(start_m, start_n + LEFT, RIGHT, pointers, sizes, EARLY, EPILOGUE)
             left, right = _multiply(WHO, ring, steps, total, FORM)
             total += steps
             if IN_TURNS:
@@ -91,9 +93,9 @@ if HAS_GLUON:
             else:
                 tma.store_wait(0)
             if HAS_LEFT:
-                _finish(left, of_left, start_m, start_n, left_stage, out_desc, EPILOGUE)
+                _finish(left, of_left, start_m, start_n, left_stage, out_desc, EARLY, EPILOGUE)
             if HAS_RIGHT:
-                _finish(right, of_right, start_m, start_n + LEFT, right_stage, out_desc, EPILOGUE)
+                _finish(right, of_right, start_m, start_n + LEFT, right_stage, out_desc, EARLY, EPILOGUE)
         tma.store_wait(0)
 
     @gluon.jit
@@ -189,18 +191,23 @@ if HAS_GLUON:
             tma_load(desc, [row, column + part * PART], arrived, parts.index(part))
 
     @gluon.jit
-    def _operands(row, column, COLUMNS: gl.constexpr, pointers, sizes, EPILOGUE: gl.constexpr):
+    def _operands(
+        row, column, COLUMNS: gl.constexpr, pointers, sizes, EARLY: gl.constexpr, EPILOGUE: gl.constexpr
+    ):  # fmt: skip
         """What the epilogue of an accumulator reads for its columns and for its rows."""
         M, N, _, PA, PO = sizes
         columns = load_columns_once(pointers, column, N, COLUMNS, EPILOGUE)
+        if EARLY:
+            columns = spread_columns(columns, COLUMNS, EPILOGUE)
         m = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(COLUMNS)))
         return columns, load_rows(pointers[0], pointers[3], m, M, PA, PO, EPILOGUE)
 
     @gluon.jit
-    def _finish(acc, operands, row, column, stage, out_desc, EPILOGUE: gl.constexpr):
+    def _finish(acc, operands, row, column, stage, out_desc, EARLY: gl.constexpr, EPILOGUE: gl.constexpr):
         """Run the epilogue of an accumulator and start storing the result."""
         columns, rows = operands
-        columns = spread_columns(columns, acc.shape[1], EPILOGUE)
+        if not EARLY:
+            columns = spread_columns(columns, acc.shape[1], EPILOGUE)
         residual = stage.load(accumulator(acc.shape[1])) if EPILOGUE.has_residual else acc
         stage.store(finish(acc, columns, rows, residual, out_desc.dtype, EPILOGUE))
         fence_async_shared()
