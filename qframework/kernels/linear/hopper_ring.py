@@ -115,7 +115,7 @@ if HAS_GLUON:
         if FORM.b_per_channel:
             scale = gl.convert_layout(scale, layout)
         if FORM.has_bias:
-            bias = gl.convert_layout(bias.to(gl.float32), layout)
+            bias = gl.convert_layout(bias, layout)
         if FORM.out_scale == "channel":
             inverse = gl.convert_layout(inverse, layout)
         return scale, bias, inverse, zero_point
