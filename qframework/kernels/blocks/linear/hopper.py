@@ -66,9 +66,14 @@ if HAS_GLUON:
     @gluon.jit
     def _place(index, M, N, FORM: gl.constexpr):
         """Part of K, and first row and column, of the ``index``-th tile."""
-        tiles = _count_tiles(M, N, FORM)
-        start_m, start_n = place(index % tiles, M, N, FORM.block_m, FORM.block_n, FORM.group_m)
-        return index // tiles, start_m, start_n
+        TMA_STORE: gl.constexpr = FORM.tma_store
+        part = 0
+        if not TMA_STORE:  # else there is one part
+            tiles = _count_tiles(M, N, FORM)
+            part = index // tiles
+            index = index % tiles
+        start_m, start_n = place(index, M, N, FORM.block_m, FORM.block_n, FORM.group_m)
+        return part, start_m, start_n
 
     @gluon.jit
     def _steps(part, K, STEPS, BLOCK: gl.constexpr):
@@ -281,8 +286,9 @@ if HAS_GLUON:
             lower += bias
             inside, below = (m < M)[:, None] & (n < N)[None, :], (m + BELOW < M)[:, None] & (n + RIGHT < N)[None, :]
             if out_desc.dtype == gl.int8 and TMA_STORE:
-                upper = gl.where(inside, upper, 0.0)
-                lower = gl.where(below, lower, 0.0)
+                if BLOCK[0] > 1:  # rows behind the last would be part of its block
+                    upper = gl.where(inside, upper, 0.0)
+                    lower = gl.where(below, lower, 0.0)
                 stage = out_stages.index(WHO)
                 if RIGHT > 0:
                     store_wide(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK)
