@@ -298,6 +298,16 @@ def test_specialized(tile, epilogue, single, tmp_path):
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_halves_share_the_code_of_a_long_epilogue(activation):
+    """The code of both warpgroups together must fit the cache of instructions; columns are read once, not by value."""
+    epilogue = FP16._replace(activation=activation, out_scale="tensor")
+    ptx = compile_int8_linear("sm_90", PINGPONG, epilogue, False).asm["ptx"]
+    values = 64 * PINGPONG.block_n // 128  # of a half in each thread
+    assert ptx.count("tanh.approx") == 2 * values
+    assert len(re.findall(r"ld\.global", ptx)) <= 2 * 4, "scales and biases of columns, and scales of tensors"
+
+
 @pytest.mark.parametrize("epilogue", ["residual", "gelu_tanh", "fp16"])
 @pytest.mark.parametrize("shape", [(50432, 768, 3072), (32768, 1280, 5120), (50432, 640, 64)])
 def test_hopper_where_its_tiles_are_largest(epilogue, shape, tmp_path):
