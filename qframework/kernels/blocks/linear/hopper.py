@@ -68,7 +68,8 @@ if HAS_GLUON:
         """Part of K, and first row and column, of the ``index``-th tile."""
         TMA_STORE: gl.constexpr = FORM.tma_store
         part = 0
-        if not TMA_STORE:  # else there is one part
+        # Those stored by TMA have one part, and so have sums of pairs, which would spill without the division.
+        if not TMA_STORE or FORM.pairs > 1:
             tiles = _count_tiles(M, N, FORM)
             part = index // tiles
             index = index % tiles
