@@ -58,6 +58,7 @@ from qframework.graph.nodes import (
     operation,
     why_not_plain,
 )
+from qframework.graph.routers import WHY, chooses
 from qframework.graph.shapes import traced_size
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.weight_rows import rows_of
@@ -129,6 +130,8 @@ def why_float(lowering: Lowering, linear: Node) -> WhyFloat | None:
         return WhyFloat(reason, True)
     if not options.freeze_weights and (reason := _reason_of_rows(call)):
         return WhyFloat(reason, False)
+    if chooses(linear):
+        return WhyFloat(WHY, False)
     reason = why_too_small(call.input, call.weight, True) or _reason_of_quantization(call, fake_value(linear))
     reason = reason or reason_of_estimate(linear, options.freeze_weights)
     return WhyFloat(reason, False) if reason else None

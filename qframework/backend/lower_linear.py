@@ -28,6 +28,7 @@ from qframework.backend.quantized_linear import (
 )
 from qframework.backend.report import LayerReport
 from qframework.graph.nodes import LinearCall, calibration_notes, layer_name, linear_call
+from qframework.graph.routers import WHY, chooses
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.writes import written_between
 
@@ -51,8 +52,8 @@ def lower_linear(lowering: Lowering) -> None:
             if quantized_elsewhere and a is b and lowering.constants.value(call.weight) is None:
                 reason = NO_PARAMETER
             else:
-                small = why_too_small(call.input, call.weight, False)
-                reason = calibration_notes(node) or small or _reason_for_float(a, b, quantized_elsewhere)
+                rule = WHY if chooses(node) else why_too_small(call.input, call.weight, False)
+                reason = calibration_notes(node) or rule or _reason_for_float(a, b, quantized_elsewhere)
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)

@@ -26,6 +26,7 @@ from qframework.graph.rewrites.out_of_place import write_out_of_place
 from qframework.graph.rewrites.read_after_writes import read_after_writes
 from qframework.graph.rewrites.scalar_constants import write_out_scalars
 from qframework.graph.rewrites.shorten import erase_unread_results
+from qframework.graph.routers import chooses
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.weight_rows import separate_weights
 from qframework.quantizer.annotate_attention import (
@@ -244,7 +245,10 @@ class QFrameworkQuantizer(Quantizer):
             wrap_observers(edge_or_node_to_obs_or_fq)
 
     def config_for(self, node: Node) -> LinearConfig | AttentionConfig | None:
-        """Configuration of the linear or attention ``node``; None for float, as for layers too small for INT8."""
+        """Configuration of the linear or attention ``node``; None for float.
+
+        So are layers too small for INT8 and, unless a rule names them, those that choose experts (graph/routers.py).
+        """
         if not isinstance(node, Node):
             raise UnsupportedError(
                 f"config_for: node must be a torch.fx.Node of an exported model, got {described(node)}"
@@ -253,6 +257,8 @@ class QFrameworkQuantizer(Quantizer):
         strongest = self._strongest_rule(node, kind)
         config = strongest.config_of(kind) if strongest else None
         if isinstance(config, LinearConfig) and _is_too_small(node, config):
+            return None
+        if isinstance(config, LinearConfig) and strongest and strongest.kind != "module_name" and chooses(node):
             return None
         return config if config is None else node.meta.get(_OVERRIDE, config)
 

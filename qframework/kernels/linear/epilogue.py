@@ -47,7 +47,7 @@ def _folded(form):
 
 @triton.constexpr_function
 def is_long(activation):
-    """Whether the epilogue takes so many instructions that kernels should repeat, not unroll it."""
+    """Whether an epilogue takes so many instructions that both halves of a tile should run the same code."""
     return activation in ("gelu", "gelu_tanh", "silu")
 
 
