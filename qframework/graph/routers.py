@@ -13,7 +13,7 @@ from qframework.graph.nodes import CASTS, COPIES, VIEWS, argument, fake_value, o
 MOST_OUTPUTS = 1024
 """More are those of a vocabulary, whose layer is worth its INT8, and whose nearly equal tokens are nearly as good."""
 
-WHY = "it chooses (topk, argmax): rounded, its nearly equal outputs would choose something else, such as other experts"
+WHY = "it chooses, for example experts: rounding would change which of two nearly equal outputs is the largest"
 
 _DIM = {"topk": 2, "argmax": 1, "sort": 1, "argsort": 1, "max": 1}  # which argument of what chooses is the dimension
 # What a score goes through before the choice: it is scaled, shifted, masked, or only seen in another way.
@@ -44,7 +44,9 @@ def _chooses_among(node: Node, outputs: int) -> bool:
     if name not in _DIM or not isinstance(source, Node) or (x := fake_value(source)) is None:
         return False
     dim = argument(node, _DIM[name], "dim", default=-1 if name in ("topk", "sort", "argsort") else None)
-    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or x.shape[dim] != outputs:
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        return False
+    if not isinstance(x.shape[dim], int) or x.shape[dim] != outputs:  # comparing a symbolic size would add a guard
         return False
     places = [user for user in node.users if operation(user) == "getitem" and user.args[1] == 1 and user.users]
     return name in ("argmax", "argsort") or bool(places) or any(user.op == "output" for user in node.users)

@@ -78,7 +78,8 @@ class QFrameworkQuantizer(Quantizer):
         prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
 
     It quantizes ``aten.linear`` whose weight is a parameter or buffer, and attention, as one node or spelled out as
-    matmul, softmax, matmul. Everything else, and layers that no rule selects, stay in float.
+    matmul, softmax, matmul. Everything else, and layers that no rule selects, stay in float. So do layers that choose,
+    such as routers of experts, unless a rule for a module name selects them.
 
     Args:
         is_qat: for ``prepare_qat_pt2e``, which does not tell a quantizer about training: every observer becomes a
@@ -247,7 +248,7 @@ class QFrameworkQuantizer(Quantizer):
     def config_for(self, node: Node) -> LinearConfig | AttentionConfig | None:
         """Configuration of the linear or attention ``node``; None for float.
 
-        So are layers too small for INT8 and, unless a rule names them, those that choose experts (graph/routers.py).
+        Layers too small for INT8 stay in float. So do those that choose (graph/routers.py), unless a rule names them.
         """
         if not isinstance(node, Node):
             raise UnsupportedError(

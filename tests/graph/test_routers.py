@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 import qframework
 from qframework.backend.compile import lower
@@ -102,6 +103,28 @@ def test_choices_are_those_of_the_float_model() -> None:
         quantized = copy.deepcopy(model)
         compiled = torch.compile(quantized, backend="qframework", options={"linear": "int8_dynamic"})
         assert torch.equal(compiled(x)[0][1], chosen)
+
+
+def test_a_number_of_tokens_that_varies_is_not_compared() -> None:
+    """That would be a guard of the shape environment, on sizes that the graph does not depend on."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        sizes = next(x.fake_mode.shape_env for x in fakes(gm) if x.fake_mode.shape_env)
+        before = len(sizes.guards)
+        lower(gm, example_inputs, BackendOptions(linear="int8_dynamic"))
+        seen.append(len(sizes.guards) - before)
+        return gm.forward
+
+    model, x = Experts(lambda scores: scores.topk(2, dim=1)[1]).eval(), torch.randn(2, 160, 64)
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert seen == [0]
+
+
+def fakes(gm):
+    return [value for node in gm.graph.nodes if isinstance(value := node.meta.get("example_value"), FakeTensor)]
 
 
 def test_a_vocabulary_is_no_choice() -> None:
