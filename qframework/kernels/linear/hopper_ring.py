@@ -109,7 +109,7 @@ if HAS_GLUON:
 
     @gluon.jit
     def spread_columns(loaded, COLUMNS: gl.constexpr, FORM: gl.constexpr):
-        """``fold_columns`` of :func:`load_columns_once`, then to each thread those of its results."""
+        """``fold_columns`` of what :func:`load_columns_once` gave; each thread gets the columns of its results."""
         scale, bias, inverse, zero_point = fold_columns(loaded, FORM)
         layout: gl.constexpr = gl.SliceLayout(0, accumulator(COLUMNS))
         if FORM.b_per_channel:
