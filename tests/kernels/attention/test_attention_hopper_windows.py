@@ -116,6 +116,7 @@ CASES = [
     Compiled("fp16", "fp16", 196, 196, 80, "factors", "fp16"),
     Compiled("bf16", "bf16", 196, 196, 80, "float", "bf16", 2),
     Compiled("fp16", "fp16", 60, 60, 96, "bool", "u8"),
+    Compiled("fp16", "fp16", 784, 196, 96, "factors", "fp16"),
 ]
 
 
@@ -165,6 +166,7 @@ def test_compiles_for_sm_90(case: Compiled, tmp_path) -> None:
         columns=columns,
         rest_d=rest,
         rest_dv=rest,
+        queries=how.queries,
     )
     constants = {"FORM": form}
     if not how.windows:

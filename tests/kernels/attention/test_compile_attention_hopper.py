@@ -77,7 +77,9 @@ def test_compiles_for_other_widths(width, masked, tmp_path) -> None:
 
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
 @pytest.mark.parametrize(
-    "added", [Added("tile", 2), Added("tile", 4), Added("row", 2), Added("factors", 2, 64)], ids=str
+    "added",
+    [Added("tile", 2), Added("tile", 4), Added("row", 2), Added("factors", 2, 64), Added("factors", 2, 14)],
+    ids=str,
 )
 def test_compiles_with_a_bias(width, added, tmp_path) -> None:
     """A register or a few may be spilled once in a tile of queries, outside of the loop."""
@@ -128,11 +130,9 @@ def _compiles_without_spilling(
     dtypes |= {"fp8e4nv": torch.float8_e4m3fn}
     rank = 5 if packed else 4
 
-    def described(kind, rows, channels):
-        ones = "1, " * (rank - 2)
-        return (
-            f"tensordesc<{kind}[{ones}{rows}, {channels}],{specialized.layout(rows, channels, dtypes[kind], rank)!r}>"
-        )
+    def described(kind, rows, channels, rank=rank, lines=1):
+        layout = specialized.layout(rows, channels, dtypes[kind], rank, lines)
+        return f"tensordesc<{kind}[{'1, ' * (rank - 3)}{lines}, {rows}, {channels}],{layout!r}>"
 
     form = specialized.form_of(resolve(variant), width, width, masked, added, packed)
     form = form._replace(lse=lse, capped=capped)
@@ -146,8 +146,11 @@ def _compiles_without_spilling(
         "v": (values, form.block_n, of_values),
         "out": (kind, specialized.ROWS, of_values),
     }.items():
-        types |= {f"{name}_desc": described(dtype, rows, first)}
-        types |= {f"{name}_rest_desc": described(dtype, rows, rest or first)}
+        image = (added.held, 5, rows // added.held) if added.padded and name in "kv" else None
+        for desc, channels in ((f"{name}_desc", first), (f"{name}_rest_desc", rest or first)):
+            types[desc] = (
+                described(dtype, image[0], channels, *image[1:]) if image else described(dtype, rows, channels)
+            )
     if form.fp8:
         types |= dict.fromkeys(("v_desc", "v_rest_desc"), described(values, form.block_dv, form.block_n))
     bias = "fp32" if added.itemsize == 4 else kind

@@ -198,6 +198,7 @@ def _form(q: Tensor, k: Tensor, v: Tensor, out: Tensor, how: DensePlan, bias: De
         columns=bias.columns,
         rest_d=rest_d,
         rest_dv=rest_dv,
+        queries=how.queries,
     )
 
 

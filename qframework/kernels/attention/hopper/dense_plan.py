@@ -45,6 +45,7 @@ class DensePlan(NamedTuple):
     registers: int  # of a thread
     parts: int  # programs of a head, or of the whole grid for windows and where keys stream
     windows: bool = False
+    queries: int = 2  # tiles of queries in shared memory of a program, where keys do not stream
 
 
 @functools.cache
@@ -136,9 +137,11 @@ def plan(
     element = 1 if int8 else 2
     held = pieces.first + pieces.second + pieces.blocks * BLOCK_N
     width = sum(slices_of(channels))
-    size = held * width * (element + 2) + 2 * ROWS * width * element + (held + 2 * ROWS) * columns * 2 + _PROGRAM_BYTES
-    at_once = min(_SHARED_BYTES // size, 4)
-    at_once = max(at_once, 1)
+    tile = ROWS * width * element
+    size = held * width * (element + 2) + 2 * tile + (held + 2 * ROWS) * columns * 2 + _PROGRAM_BYTES
+    # One tile less keeps a second program, and relative positions from the general kernel.
+    waits = columns > 0 and size > _SHARED_BYTES // 2 >= size - tile
+    at_once = max(min(_SHARED_BYTES // (size - tile if waits else size), 4), 1)
     added = itemsize > 0 or columns > 0
     if added:
         at_once = min(at_once, 4 if keys <= HALF else 3)  # a fourth would spill with more keys
@@ -148,7 +151,7 @@ def plan(
             range(1, cdiv(queries, ROWS) + 1),
             key=lambda n: (cdiv(heads * n, slots) * (cdiv(cdiv(queries, ROWS), n) + _LOADING), n),
         )
-        return DensePlan(False, 1, _REGISTERS[at_once], parts)
+        return DensePlan(False, 1, _REGISTERS[at_once], parts, queries=1 if waits else 2)
     tiles = items // heads
     several = tiles <= _FEW_TILES if int8 else width >= 64 and _half_programs_stay(items, tiles, processors)
     return DensePlan(True, 2, _REGISTERS[4], min(items, 2 * processors) if several else items)

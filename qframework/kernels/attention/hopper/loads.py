@@ -34,7 +34,8 @@ class Form(NamedTuple):
     integer: bool  # integer exponential
     masked: bool  # a bool mask's blocks are given
     bias: BiasKind = "none"  # others with Q and K in 16 bit only
-    columns: int = 0  # of the image that relative positions describe, a power of two that divides block_n
+    columns: int = 0  # of the image that relative positions describe, a power of two that divides block_n,
+    padded: bool = False  # of which the last do not exist: their keys are zeros and their widths -inf
     of_threads: bool = False  # 8 queries' scales in q_span and 4 keys' in k_span, as variants.py has them per thread
     fp8: bool = False  # P and V in E4M3, V transposed with its keys PAIRED
     p_shift: float = 0.0  # log2 of the quantized 1 in P
@@ -111,6 +112,13 @@ if HAS_GLUON:
         else:
             place = (b, h, token, channel)  # type: ignore[assignment]
         return place
+
+    @gluon.jit
+    def place_of_keys(b, h, start, keys, key, channel, FORM: gl.constexpr):
+        """As :func:`place_of` for keys and values, of which a padded image has a dimension for rows."""
+        PADDED: gl.constexpr = FORM.padded
+        here = (b, h, key // (FORM.columns if PADDED else 1), 0, channel)
+        return here if PADDED else place_of(b, h, start, keys, key, channel, FORM)
 
     @gluon.jit
     def blocks_of(tile, h, b, NK, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
@@ -202,9 +210,9 @@ if HAS_GLUON:
                 ready = k_ready.index(slot)
                 mbarrier.wait(k_free.index(slot), phase)
                 mbarrier.expect(ready, k_desc.block_type.nbytes + K_REST_BYTES + BIAS_BYTES)
-                tma_load(k_desc, place_of(b, kv, k_start, NK, start, 0, FORM), ready, k_stages.index(slot))
+                tma_load(k_desc, place_of_keys(b, kv, k_start, NK, start, 0, FORM), ready, k_stages.index(slot))
                 if REST > 0:
-                    tma_load(k_rest_desc, place_of(b, kv, k_start, NK, start, D, FORM), ready, k_rest.index(slot))
+                    tma_load(k_rest_desc, place_of_keys(b, kv, k_start, NK, start, D, FORM), ready, k_rest.index(slot))
                 if TILE:
                     for who in gl.static_range(2):
                         place = [b % mask[3], h % mask[4], tile * _BLOCK_M + who * _ROWS, start]
@@ -215,9 +223,9 @@ if HAS_GLUON:
                 if FP8:
                     tma_load(v_desc, [b, kv, 0, start], ready, v_stages.index(slot))
                 else:
-                    tma_load(v_desc, place_of(b, kv, k_start, NK, start, 0, FORM), ready, v_stages.index(slot))
+                    tma_load(v_desc, place_of_keys(b, kv, k_start, NK, start, 0, FORM), ready, v_stages.index(slot))
                 if REST_DV > 0:
-                    tma_load(v_rest_desc, place_of(b, kv, k_start, NK, start, DV, FORM), ready, v_rest.index(slot))
+                    tma_load(v_rest_desc, place_of_keys(b, kv, k_start, NK, start, DV, FORM), ready, v_rest.index(slot))
                 if SHARES_OUT and i == gl.minimum(STAGES, blocks) - 1:  # the results before leave meanwhile
                     _load_queries(item, descs, shared, barriers, q_phase, mask, FORM)
                 slot, phase = next_stage(slot, phase, STAGES)

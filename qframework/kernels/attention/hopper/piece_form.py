@@ -36,6 +36,7 @@ class PieceForm(NamedTuple):
     clipped: bool = False  # causal queries may come after the last key
     block_n: int = BLOCK_N  # keys of a whole block
     several: bool = False  # tiles a program (streaming)
+    queries: int = 2  # tiles of queries in shared memory (resident)
     by_mask: bool = False  # the blocks of a bool mask are visited (streaming, 16 bit)
 
 

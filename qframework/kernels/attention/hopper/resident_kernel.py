@@ -159,8 +159,9 @@ if HAS_GLUON:
         LATER: gl.constexpr = _BLOCK_N - AT_ONCE
         REST: gl.constexpr = FORM.rest_d
         REST_DV: gl.constexpr = FORM.rest_dv
+        QUERIES: gl.constexpr = FORM.queries
         VALUES: gl.constexpr = gl.float16 if INT8_VALUES else out_desc.dtype
-        q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, M, D], q_desc.layout)
+        q_tiles = gl.allocate_shared_memory(q_desc.dtype, [QUERIES, 1, 1, M, D], q_desc.layout)
         k_first = gl.allocate_shared_memory(k_desc.dtype, [1, 1, FIRST, D], k_first_desc.layout)
         v_first = gl.allocate_shared_memory(VALUES, [1, 1, FIRST, DV_BLOCK], V_LAYOUT)
         k_second = k_first
@@ -181,7 +182,7 @@ if HAS_GLUON:
         k_rests = (k_first, k_second, k_blocks)
         v_rests = (v_first, v_second, v_blocks)
         if REST > 0:
-            q_rests = gl.allocate_shared_memory(VALUES, [2, 1, 1, M, REST], q_rest_desc.layout)
+            q_rests = gl.allocate_shared_memory(VALUES, [QUERIES, 1, 1, M, REST], q_rest_desc.layout)
             out_rest = q_rests.index(0)
             descs = (k_first_rest_desc, k_second_rest_desc, k_rest_desc)
             k_rests = _rests(descs, REST, BLOCKS, FORM)
@@ -205,10 +206,10 @@ if HAS_GLUON:
             if BLOCKS > 0:
                 SHAPE: gl.constexpr = [BLOCKS, _BLOCK_N, COLUMNS]
                 block_places = gl.allocate_shared_memory(VALUES, SHAPE, _factor_layout(_BLOCK_N, COLUMNS))
-        q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        q_ready = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
         k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         v_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
+        for i in gl.static_range(QUERIES):
             mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(k_ready, count=1)
         mbarrier.init(v_ready, count=1)
@@ -232,7 +233,7 @@ if HAS_GLUON:
         if REST > 0:
             descs = (k_first_rest_desc, k_second_rest_desc, k_rest_desc)
             _load_keys(descs, k_rests, b, kv, D, k_ready, BLOCKS, FORM)
-        if part + PARTS < tiles:
+        if QUERIES > 1 and part + PARTS < tiles:
             later = [b, h, (part + PARTS) * M]
             _load_queries(q_descs, later, q_ready.index(1), q_tiles.index(1), q_rests.index(1), FORM)
         if INT8_VALUES:
@@ -325,12 +326,12 @@ if HAS_GLUON:
             tma_store(out_desc, [b, h, tile * M, 0], out_tile)
             if REST_DV > 0:
                 tma_store(out_rest_desc, [b, h, tile * M, DV_BLOCK], out_rest)
-            if tile + 2 * PARTS < tiles:
+            if tile + QUERIES * PARTS < tiles:
                 if FORM.reuses_query:
                     tma.store_wait(0)
-                later = [b, h, (tile + 2 * PARTS) * M]
+                later = [b, h, (tile + QUERIES * PARTS) * M]
                 _load_queries(q_descs, later, q_ready.index(slot), q_tile, q_rest, FORM)
-            slot, phase = next_stage(slot, phase, 2)
+            slot, phase = next_stage(slot, phase, QUERIES)
         tma.store_wait(0)
 
     @gluon.jit

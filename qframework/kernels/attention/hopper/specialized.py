@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.attention import mask_blocks
@@ -38,6 +39,8 @@ _SHARED = 226 * 1024  # bytes of a multiprocessor for tiles; barriers take the l
 
 _CACHE = 20 * 2**20  # bytes of an H100's 50 MiB of L2 cache, whose halves hold copies of each other's
 
+LEAST_COLUMNS, MOST_COLUMNS = 16, 128  # of an image in shared memory
+
 LEAST_TOKENS = 512  # from which a pass that quantizes Q or K pays; ../triton.py quantizes Q within its kernel
 LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
 FEW_CAPPED = 4  # with a soft cap it is from as many tiles as a fourth of the multiprocessors
@@ -54,6 +57,16 @@ class Added(NamedTuple):
     itemsize: int = 0  # bytes of a number
     columns: int = 0  # of the image that relative positions describe
 
+    @property
+    def held(self) -> int:
+        """Columns in shared memory: a power of two, so that blocks of keys hold whole rows of the image."""
+        return max(power_of_2(self.columns), LEAST_COLUMNS) if self.columns else 0
+
+    @property
+    def padded(self) -> bool:
+        """Whether rows of the image are longer in shared memory than in memory."""
+        return self.held > self.columns
+
 
 NOTHING = Added()
 
@@ -61,11 +74,11 @@ NOTHING = Added()
 def added_by(bias: Bias, keys: int) -> Added | None:
     """How the kernel reads ``bias``; None if it does not.
 
-    A float mask of any strides, or relative positions in an image whose rows are a power of two from 16 to 128 wide.
+    A float mask of any strides, or relative positions in an image of up to 128 columns.
     """
     if bias.rel_h is not None and bias.rel_w is not None:
         columns = bias.rel_w.shape[3]
-        fits = columns in (16, 32, 64, 128) and bias.rel_h.shape[3] * columns == keys
+        fits = columns <= MOST_COLUMNS and bias.rel_h.shape[3] * columns == keys
         same = bias.rel_h.dtype == bias.rel_w.dtype in FLOAT_DTYPES and bias.rel_h.shape[:3] == bias.rel_w.shape[:3]
         return Added("factors", bias.rel_w.element_size(), columns) if fits and same and bias.mask is None else None
     if bias.only_bool or bias.mask is None:
@@ -146,7 +159,8 @@ def takes(
         return False
     if (added.kind != "none" or capped) and variant.quantizes_qk:
         return False
-    return shared_bytes(form_of(variant, channels, values, masked, added), added) <= _SHARED
+    form = form_of(variant, channels, values, masked, added)
+    return added.held <= form.block_n and shared_bytes(form, added) <= _SHARED
 
 
 def supports(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
@@ -192,10 +206,20 @@ def describe(x: Tensor, rows: int, channels: int) -> Any:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout(rows, channels, x.dtype))
 
 
+def describe_image(x: Tensor, rows: int, channels: int, added: Added) -> Any:
+    """As :func:`describe` for ``rows`` tokens of the image of ``added``, whose rows are continued by zeros."""
+    (batch, heads, tokens, width), stride = x.shape, x.stride()
+    batch_stride, head_stride = (s if n > 1 else 16 for n, s in zip(x.shape[:2], stride[:2], strict=True))
+    shape, lines = [batch, heads, tokens // added.columns, added.columns, width], rows // added.held
+    strides = [batch_stride, head_stride, added.columns * stride[2], stride[2], 1]
+    block = [1, 1, lines, added.held, channels]
+    return TensorDescriptor(x, shape, strides, block, layout(added.held, channels, x.dtype, 5, lines))
+
+
 @functools.cache
-def layout(rows: int, channels: int, dtype: torch.dtype, rank: int = 4) -> Any:
-    """Layout of such a block in shared memory."""
-    shape = [*[1] * (rank - 2), rows, channels]
+def layout(rows: int, channels: int, dtype: torch.dtype, rank: int = 4, lines: int = 1) -> Any:
+    """Layout of such a block in shared memory, or of ``lines`` of them."""
+    shape = [*[1] * (rank - 3), lines, rows, channels]
     return gl.NVMMASharedLayout.get_default_for(shape, gluon_dtype(dtype))
 
 
@@ -235,7 +259,8 @@ def form_of(
         integer=variant.exponential == "integer",
         masked=masked,
         bias=added.kind,
-        columns=added.columns,
+        columns=added.held,
+        padded=added.padded,
         of_threads=variant.granularity == "per_thread",
         fp8=fp8,
         p_shift=math.log2(p_range(variant)) if fp8 else 0.0,
@@ -286,6 +311,7 @@ def attention_hopper(
     at_once = _divisor(heads * batch, min(cached, 32)) if uneven else 1
     batches_at_once = 1
     queries = slices_of(qk.q, ROWS, form.block_d, form.rest_d)
+    tiles_of = functools.partial(slices_of, added=added if added.padded else None)
     biases: tuple[Any, ...] = (out, 0, 0, 0)
     bias_desc = queries[0]
     blocks: tuple[Any, ...] = (out, out, out, 1, 1, 1)
@@ -300,8 +326,8 @@ def attention_hopper(
         at_once, batches_at_once = read.in_flight(batch, heads, at_once, cached)
     launch(kernel, (min(items, chip_of(v.device)[1]),))(
         *queries,
-        *slices_of(qk.k, form.block_n, form.block_d, form.rest_d),
-        *([describe(v, form.block_dv, form.block_n)] * 2 if fp8 else slices_of(v, form.block_n, *form[2:4])),
+        *tiles_of(qk.k, form.block_n, form.block_d, form.rest_d),
+        *([describe(v, form.block_dv, form.block_n)] * 2 if fp8 else tiles_of(v, form.block_n, *form[2:4])),
         *slices_of(out, ROWS, form.block_dv, form.rest_dv),
         bias_desc,
         q_scale,
@@ -316,7 +342,7 @@ def attention_hopper(
         heads,
         heads // qk.k.shape[1],
         tokens,
-        keys,
+        keys // added.columns * added.held if added.padded else keys,
         items,
         at_once,
         batches_at_once,
@@ -330,10 +356,11 @@ def attention_hopper(
     return out, sums
 
 
-def slices_of(x: Tensor, rows: int, first: int, rest: int) -> tuple[Any, Any]:
-    """Descriptors of both slices of channels."""
-    desc = describe(x, rows, first)
-    return desc, describe(x, rows, rest) if rest else desc
+def slices_of(x: Tensor, rows: int, first: int, rest: int, added: Added | None = None) -> tuple[Any, Any]:
+    """Descriptors of both slices of channels, of tokens or of the padded image of ``added``."""
+    described = describe if added is None else functools.partial(describe_image, added=added)
+    desc = described(x, rows, first)
+    return desc, described(x, rows, rest) if rest else desc
 
 
 class _ReadBias(NamedTuple):
@@ -394,6 +421,8 @@ def _readable_bias(bias: Bias, added: Added) -> _ReadBias:
     """The bias of ``added``, copied where TMA or loads of several numbers cannot address it."""
     if bias.rel_h is not None and bias.rel_w is not None:
         height, width = _without_copies(bias.rel_h, bias.rel_w)
+        # No query attends to what is beyond a row of the image.
+        width = pad(width, (0, added.held - added.columns), value=-math.inf) if added.padded else width
         return _ReadBias(added, _aligned(width), last_contiguous(height))
     assert bias.mask is not None
     (mask,) = _without_copies(bias.mask)
