@@ -273,14 +273,13 @@ def reads_blocks(
 def _takes_factors(batch: int, heads: int, queries: int, keys: int, channels: int, values: int, chip: Hopper) -> bool:
     """Whether one of Hopper's kernels computes relative positions, of a square where that fits the number of keys."""
     side = math.isqrt(keys)
-    if side * side == keys:
+    if side * side == keys and side <= specialized.MOST_COLUMNS:
         sizes = (batch, heads, queries, keys, channels, values)
         added = specialized.Added("factors", 2, side)
-        known = side in (16, 32, 64, 128)
-        if known and specialized.takes(*sizes, VARIANTS["unquantized"], False, chip.processors, added):
+        if specialized.takes(*sizes, VARIANTS["unquantized"], False, chip.processors, added):
             return True
     columns = max(power_of_2(2 * side), 32)
-    return _small(keys, channels) and hopper_dense.takes(queries, keys, channels, values, 0, columns)
+    return keys <= _SMALL and hopper_dense.takes(queries, keys, channels, values, 0, columns)
 
 
 def _small(keys: int, channels: int) -> bool:

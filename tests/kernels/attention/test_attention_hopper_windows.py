@@ -20,7 +20,7 @@ from qframework.kernels.attention.operands import LOG2_E, Bias
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-MOST_SPILLED = 64  # bytes
+MOST_SPILLED = 112  # bytes
 KINDS = {"i8": torch.int8, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
