@@ -16,8 +16,10 @@ the masks of windows for every image (window_masks.py) by those of one image; on
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +39,7 @@ from qframework.graph.attention.window_masks import with_window_masks
 from qframework.graph.index_values import Values, index_values
 from qframework.graph.nodes import argument, fake_value, layer_name, needs_gradient, operation, why_not_plain
 from qframework.graph.shapes import traced_size
-from qframework.kernels.attention.auto import Masking, caps_logits, hopper_of, pytorch_is_faster
+from qframework.kernels.attention.auto import Masking, caps_logits, hopper_of, pytorch_is_faster, takes_factors
 from qframework.kernels.attention.variants import resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported
 
@@ -52,6 +54,11 @@ SINKS = "it has sinks, with which no kernel was measured. Use 'sage' or the name
 SOFTCAP = (
     "its logits have a soft cap, with which only large calls were measured, on Hopper. Use 'sage' or the name of a "
     "variant to quantize it"
+)
+
+POSITIONS = (
+    "it has relative positions and too few queries for Hopper's kernels with them: products and a softmax are faster. "
+    "Use 'sage' or the name of a variant to quantize it"
 )
 
 _FEW_TOKENS = 32  # queries and keys up to which products and a softmax of odd heads were faster than a fused kernel
@@ -197,6 +204,8 @@ def _reason_of_shape(call: AttentionCall) -> str | None:
     queries, keys = map(traced_size, call.shape[-2:])
     channels = traced_size(_fake_of(call.query).shape[-1])
     fused = operation(call.end) == "scaled_dot_product_attention"
+    if not fused and _has_few_positions(call):
+        return POSITIONS
     if fused or (channels <= 128 and channels % 8 == 0):
         return None
     if keys < channels:
@@ -212,22 +221,47 @@ def _reason_of_shape(call: AttentionCall) -> str | None:
     )
 
 
+def _has_few_positions(call: AttentionCall) -> bool:
+    """Whether the call has relative positions in 16 bit on Hopper, but none of Hopper's kernels computes it.
+
+    In FP16 on an H200, the general kernel took 105 and 102 us for the calls of MViTv2 with 784 keys at batch 1, and
+    products and a softmax of Inductor's 14 and 12 (``other/2026-11-30-h200-relative-positions.json``).
+    """
+    sizes, chip = _sizes_of(call), hopper_of(_fake_of(call.query).device)
+    if chip is None or _masking(call) != "factors" or sizes.query.dtype.itemsize != 2:
+        return False
+    *heads, queries, channels = sizes.query.shape
+    return not takes_factors(math.prod(heads), queries, sizes.keys, channels, sizes.values, chip)
+
+
 def _pytorch_is_faster(call: AttentionCall) -> bool:
     """Whether the call is one of PyTorch's attention, whose kernel is faster than all accurate variants."""
     if operation(call.end) != "scaled_dot_product_attention":
         return False
-    query, values = _fake_of(call.query), _fake_of(call.value).shape[-1]
-    chip = hopper_of(query.device)
-    return chip is not None and pytorch_is_faster(query, call.shape[-1], values, _masking(call), chip)
+    chip = hopper_of(_fake_of(call.query).device)
+    return chip is not None and pytorch_is_faster(*_sizes_of(call), _masking(call), chip)
 
 
 def _caps_on_hopper(call: AttentionCall) -> bool:
     """Whether Hopper's kernel computes a call with a soft cap; False for sizes that follow from data."""
-    query, values = _fake_of(call.query), _fake_of(call.value).shape[-1]
-    chip = hopper_of(query.device)
+    chip = hopper_of(_fake_of(call.query).device)
     if any(free_unbacked_symbols(fake) for fake in _fakes(call)):
         return False
-    return chip is not None and caps_logits(query, call.shape[-1], values, _masking(call), chip)
+    return chip is not None and caps_logits(*_sizes_of(call), _masking(call), chip)
+
+
+class _Sizes(NamedTuple):
+    """What kernels are chosen by: sizes when the graph was captured, which are numbers whatever the inputs' may be."""
+
+    query: Tensor  # without data
+    keys: int
+    values: int
+
+
+def _sizes_of(call: AttentionCall) -> _Sizes:
+    query, value = _fake_of(call.query), _fake_of(call.value)
+    traced = torch.empty(list(map(traced_size, query.shape)), dtype=query.dtype, device="meta")
+    return _Sizes(traced, traced_size(call.shape[-1]), traced_size(value.shape[-1]))
 
 
 def _masking(call: AttentionCall) -> Masking:

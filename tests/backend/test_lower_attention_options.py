@@ -13,7 +13,7 @@ from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
 from qframework.graph.attention.patterns import sdpa_call
 from qframework.kernels.attention import auto
-from qframework.kernels.attention.auto import Hopper
+from qframework.kernels.attention.auto import Hopper, pytorch_is_faster
 from qframework.kernels.attention.hopper import dense as hopper_dense
 from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.variants import VARIANTS
@@ -82,6 +82,14 @@ def with_relative_positions(q, k, v):
     rel_h, rel_w = grid[..., :3, None], grid[..., None, :4]
     bias = (rel_h + rel_w).reshape(batch, heads, tokens, tokens)
     return F.scaled_dot_product_attention(q, k, v, bias)
+
+
+def spelled_out_with_positions(q, k, v):
+    """The same where the products are written out, as in MViTv2."""
+    batch, heads, tokens, _ = q.shape
+    grid = q.reshape(batch, heads, 3, 4, -1)
+    bias = (grid[..., :3, None] + grid[..., None, :4]).reshape(batch, heads, tokens, tokens)
+    return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
 
 
 def spelled_out(q, k, v):
@@ -186,8 +194,42 @@ class TestWherePyTorchIsFaster:
         monkeypatch.setattr(specialized, "HAS_GLUON", True)
         assert bool(self.run(masked, "auto", shape=shape).calls) == taken
 
-    def test_auto_leaves_relative_positions_that_only_the_general_kernel_computes(self):
-        assert not self.run(with_relative_positions, "auto", shape=(2, 2, 12, 128)).calls
+    @pytest.mark.parametrize("fn", [with_relative_positions, spelled_out_with_positions])
+    def test_auto_leaves_relative_positions_that_only_the_general_kernel_computes(self, fn):
+        capture = self.run(fn, "auto", shape=(2, 2, 12, 128))
+        assert not capture.calls
+        (report,) = capture.attention
+        assert (report.lowered, report.fallback) == (False, False)
+        assert "'sage'" in report.reason
+        assert self.run(fn, "sage", shape=(2, 2, 12, 128)).calls
+        torch._dynamo.reset()  # else heads have any number of channels
+        assert self.run(fn, "auto", shape=(2, 2, 12, 96)).calls  # small programs compute it
+
+    @pytest.mark.parametrize(
+        ("shape", "keys", "taken"),
+        [
+            *[((64, 1, 3136, 96), 196, True), ((1, 1, 3136, 96), 196, True)],  # MViTv2, all keys in shared memory
+            *[((64, 2, 784, 96), 784, True), ((1, 2, 784, 96), 784, False)],  # passing through, a fourth of a wave
+            *[((1, 16, 1024, 80), 1024, True), ((1, 12, 1600, 64), 1600, True), ((1, 5, 784, 32), 784, True)],
+            *[((1, 4, 784, 32), 784, False), ((8, 8, 130 * 130, 64), 130 * 130, False)],
+        ],
+    )
+    def test_which_relative_positions_hopper_computes(self, shape, keys, taken, monkeypatch):
+        monkeypatch.setattr(specialized, "HAS_GLUON", True)
+        query = torch.empty(shape, dtype=torch.half, device="meta")
+        assert pytorch_is_faster(query, keys, shape[3], "factors", Hopper(132, True)) == (not taken)
+
+    @pytest.mark.parametrize("fn", [causal, masked, without_some, spelled_out, F.scaled_dot_product_attention])
+    def test_any_sizes(self, fn, monkeypatch):
+        """Graphs for any sizes have the kernels of their first ones."""
+        monkeypatch.setattr(specialized, "HAS_GLUON", True)
+        capture = Capture("auto")
+        run = torch.compile(fn, backend=capture, dynamic=True)
+        for tokens in (49, 60):
+            q, k, v = torch.randn(3, 2, 3, tokens, 64, dtype=torch.half)
+            with torch.no_grad():
+                torch.testing.assert_close(run(q, k, v), fn(q, k, v), atol=0.05, rtol=0)  # in INT8 on a CPU
+        assert len(capture.attention) == 1
 
     @pytest.mark.parametrize("shape", [(3, 2, 49, 32), (1, 2, 64, 64)])
     def test_auto_takes_windows_with_a_bias(self, shape):

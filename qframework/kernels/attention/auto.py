@@ -190,7 +190,7 @@ def pytorch_is_faster(
             return False
         return chip.cudnn or longest <= _FLASH or channels > 128
     if masking == "factors":
-        return not _takes_factors(batch, heads, queries, keys, channels, values, chip)
+        return not takes_factors(batch * heads, queries, keys, channels, values, chip)
     if _small(keys, channels) and hopper_dense.takes(queries, keys, channels, values, 2):
         return False
     if longest <= _WINDOW:
@@ -270,14 +270,24 @@ def reads_blocks(
     return "mask" if taken and not hopper_dense.takes(queries, keys, channels, values, 1) else "nothing"
 
 
-def _takes_factors(batch: int, heads: int, queries: int, keys: int, channels: int, values: int, chip: Hopper) -> bool:
-    """Whether one of Hopper's kernels computes relative positions, of a square where that fits the number of keys."""
+def takes_factors(heads: int, queries: int, keys: int, channels: int, values: int, chip: Hopper) -> bool:
+    """Whether one of Hopper's kernels computes relative positions in 16 bit, of an image that is about a square.
+
+    Args:
+        heads: of Q, in all sequences of a batch.
+        queries: of a head.
+        keys: of a head.
+        channels: of a head in Q and K.
+        values: of a head in V.
+        chip: :func:`hopper_of` the device.
+    """
     side = math.isqrt(keys)
-    if side * side == keys and side <= specialized.MOST_COLUMNS:
-        sizes = (batch, heads, queries, keys, channels, values)
-        added = specialized.Added("factors", 2, side)
-        if specialized.takes(*sizes, VARIANTS["unquantized"], False, chip.processors, added):
-            return True
+    added = specialized.Added("factors", 2, side)
+    sizes = (1, heads, queries, keys, channels, values)
+    if side <= specialized.MOST_COLUMNS and specialized.takes(
+        *sizes, VARIANTS["unquantized"], False, chip.processors, added
+    ):
+        return True
     columns = max(power_of_2(2 * side), 32)
     return keys <= _SMALL and hopper_dense.takes(queries, keys, channels, values, 0, columns)
 

@@ -173,6 +173,11 @@ PROBLEMS += [
     PLAIN._replace(columns=64, queries=512, keys=512, head_dim=80, value_dim=80),
     PLAIN._replace(columns=16, queries=336, keys=336, dtype=torch.bfloat16),
     PLAIN._replace(columns=128, queries=384, keys=384, head_dim=128, value_dim=128),
+    PLAIN._replace(columns=28, queries=784, keys=784, head_dim=96, value_dim=96),
+    PLAIN._replace(columns=50, queries=300, keys=350, dtype=torch.bfloat16, key_heads=16),
+    PLAIN._replace(columns=9, queries=200, keys=72, head_dim=40, value_dim=56),
+    PLAIN._replace(columns=100, queries=300, keys=300, head_dim=32, value_dim=32, dtype=torch.bfloat16),
+    PLAIN._replace(columns=33, queries=130, keys=165, head_dim=160, value_dim=160),
     PLAIN._replace(softcap=5.0),
     PLAIN._replace(softcap=0.5, head_dim=72, value_dim=72, dtype=torch.bfloat16, queries=729, keys=729),
     PLAIN._replace(softcap=5.0, head_dim=128, value_dim=128, causal=True, queries=700, keys=700, key_heads=20),
@@ -185,6 +190,7 @@ PROBLEMS += [
     PLAIN._replace(softcap=5.0, mask="float low rows", keys=700, dtype=torch.bfloat16, head_dim=96, value_dim=96),
     PLAIN._replace(softcap=5.0, mask="float row", keys=333, head_dim=128, value_dim=128),
     PLAIN._replace(softcap=5.0, columns=64, queries=512, keys=512, head_dim=80, value_dim=80),
+    PLAIN._replace(softcap=5.0, columns=20, queries=400, keys=400, head_dim=80, value_dim=80),
 ]
 
 
@@ -390,7 +396,8 @@ def test_reads_biases_where_tma_can(monkeypatch) -> None:
     assert specialized.added_by(Bias(mask[..., :1]), 304) is None
     assert specialized.added_by(Bias(mask > 0), 304) == NOTHING == specialized.added_by(Bias(causal=True), 304)
     height, width = torch.zeros(2, 40, 300, 14), torch.zeros(2, 40, 300, 14)
-    assert specialized.added_by(Bias(None, height, width), 196) is None
+    assert specialized.added_by(Bias(None, height, width), 196) == Added("factors", 4, 14)
+    assert specialized.added_by(Bias(None, height, torch.zeros(2, 40, 300, 129)), 14 * 129) is None
     width = torch.zeros(2, 40, 300, 64)
     assert specialized.added_by(Bias(None, height, width), 14 * 64) == Added("factors", 4, 64)
     assert specialized.added_by(Bias(None, height.half(), width), 14 * 64) is None
@@ -405,6 +412,7 @@ def test_reads_biases_where_tma_can(monkeypatch) -> None:
         PLAIN._replace(mask="float per head", queries=1000, keys=1000),
         PLAIN._replace(mask="float row", queries=1000, keys=1000),
         PLAIN._replace(columns=64, queries=1024, keys=1024),
+        PLAIN._replace(columns=28, queries=784, keys=784, head_dim=96, value_dim=96),
     ],
     ids=lambda problem: problem.name,
 )

@@ -277,6 +277,8 @@ PROBLEMS = [
     Problem("factors", **LONG, **BFLOAT),
     Problem("factors", queries=144, keys=144, head_dim=40),
     *(Problem(kind, queries=196, keys=196, head_dim=80) for kind in ("low", "own", "factors")),
+    Problem("factors", queries=784, keys=196, head_dim=96),
+    Problem("factors", queries=49, keys=196, head_dim=88, dtype=torch.bfloat16),
     Problem("low", queries=60, keys=60, head_dim=96, key_heads=2),
     Problem("window", queries=100, keys=100, head_dim=72, **BFLOAT),
     *(Problem(kind, **INT8) for kind in ("low", "head32", "bool")),

@@ -43,7 +43,7 @@ LEAST_COLUMNS, MOST_COLUMNS = 16, 128  # of an image in shared memory
 
 LEAST_TOKENS = 512  # from which a pass that quantizes Q or K pays; ../triton.py quantizes Q within its kernel
 LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
-FEW_CAPPED = 4  # with a soft cap it is from as many tiles as a fourth of the multiprocessors
+_FEW_TILES = 4  # with a soft cap or relative positions it is from as many tiles as a fourth of the multiprocessors
 
 if HAS_GLUON:
     from qframework.kernels.attention.hopper.specialized_kernel import kernel
@@ -148,13 +148,13 @@ def takes(
     capped: bool = False,
 ) -> bool:
     """Whether the kernel takes these sizes: it can, and enough of its tiles are at work to be the faster one."""
-    least = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK
-    if channels <= 32:
+    least, positions = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK, added.kind == "factors"
+    if channels <= 32 and not positions:
         least = LEAST_NARROW
     if masked and channels <= 64:  # the blocks of the mask are an additional pass
         least = max(least, mask_blocks.BLOCK + 1)
     tiles = cdiv(queries, BLOCK_M) * heads * batch
-    large = tiles * (FEW_CAPPED if capped else 1) >= processors and min(queries, keys) >= least
+    large = tiles * (_FEW_TILES if capped or positions else 1) >= processors and min(queries, keys) >= least
     if not (HAS_GLUON and large and fits_hopper(channels, variant.qk_bits) and 0 < values <= 256 and values % 8 == 0):
         return False
     if (added.kind != "none" or capped) and variant.quantizes_qk:
