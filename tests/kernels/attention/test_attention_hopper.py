@@ -174,7 +174,7 @@ PROBLEMS += [
     PLAIN._replace(columns=16, queries=336, keys=336, dtype=torch.bfloat16),
     PLAIN._replace(columns=128, queries=384, keys=384, head_dim=128, value_dim=128),
     PLAIN._replace(columns=28, queries=784, keys=784, head_dim=96, value_dim=96),
-    PLAIN._replace(columns=50, queries=300, keys=350, dtype=torch.bfloat16, key_heads=16),
+    PLAIN._replace(columns=50, queries=300, keys=350, dtype=torch.bfloat16, key_heads=8),
     PLAIN._replace(columns=9, queries=200, keys=72, head_dim=40, value_dim=56),
     PLAIN._replace(columns=100, queries=300, keys=300, head_dim=32, value_dim=32, dtype=torch.bfloat16),
     PLAIN._replace(columns=33, queries=130, keys=165, head_dim=160, value_dim=160),
