@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import WrongResultError, require_shape
+from qframework.graph.routers import chooses
 from qframework.graph.small_linears import why_too_small
 from qframework.numerics import sqnr_db
 
@@ -92,8 +93,13 @@ def _quantize_pt2e(model: nn.Module, inputs: Inputs, quantizer: Any, strict: boo
 
 
 def require_quantized(converted: Any) -> None:
-    """Raise WrongResultError unless the weight of every linear of a converted graph, but small ones, is dequantized."""
-    linears = [node for node in converted.graph.nodes if node.target is torch.ops.aten.linear.default]
+    """Raise WrongResultError unless all weights of linears in a converted graph are dequantized, but of small ones.
+
+    Nor must those that choose, such as routers of experts, be quantized.
+    """
+    linears = [
+        node for node in converted.graph.nodes if node.target is torch.ops.aten.linear.default and not chooses(node)
+    ]
     linears = [node for node in linears if why_too_small(node.args[0], node.args[1], dynamic=True) is None]
     floats = [node.name for node in linears if "dequantize" not in str(node.args[1].target)]
     if floats or not linears:

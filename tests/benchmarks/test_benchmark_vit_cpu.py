@@ -69,6 +69,19 @@ def test_int8_that_was_never_quantized_is_refused():
         models.require_quantized(torch.export.export(model, (torch.randn(2, 4),)).module())
 
 
+def test_layers_that_choose_need_not_be_quantized():
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.head(x), self.router(x).topk(2).indices
+
+    with pytest.raises(WrongResultError, match="got 1 of 1 in float: linear$"):
+        models.require_quantized(torch.export.export(Experts().eval(), (torch.randn(2, 4),)).module())
+
+
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_x86_inductor_quantizer_quantizes_every_linear(is_dynamic):
     model = models.build_model(models.SMOKE_MODEL, smoke=True)
