@@ -78,7 +78,7 @@ def test_layers_that_choose_need_not_be_quantized():
         def forward(self, x):
             return self.head(x), self.router(x).topk(2).indices
 
-    with pytest.raises(WrongResultError, match="got 1 of 1 in float: linear$"):
+    with pytest.raises(WrongResultError, match=r"got 1 of 1 in float: linear$"):
         models.require_quantized(torch.export.export(Experts().eval(), (torch.randn(2, 4),)).module())
 
 
