@@ -20,7 +20,7 @@ from qframework.kernels.attention.operands import LOG2_E, Bias
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-MOST_SPILLED = 112  # bytes
+MOST_SPILLED = 64  # bytes
 KINDS = {"i8": torch.int8, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -96,6 +96,7 @@ class Compiled(NamedTuple):
     added: str
     dtype: str
     step: int = 1
+    spilled: int = MOST_SPILLED
 
 
 CASES = [
@@ -116,7 +117,7 @@ CASES = [
     Compiled("fp16", "fp16", 196, 196, 80, "factors", "fp16"),
     Compiled("bf16", "bf16", 196, 196, 80, "float", "bf16", 2),
     Compiled("fp16", "fp16", 60, 60, 96, "bool", "u8"),
-    Compiled("fp16", "fp16", 784, 196, 96, "factors", "fp16"),
+    Compiled("fp16", "fp16", 784, 196, 96, "factors", "fp16", spilled=112),
 ]
 
 
@@ -182,7 +183,7 @@ def test_compiles_for_sm_90(case: Compiled, tmp_path) -> None:
     options = {"num_warps": 4 * how.warpgroups, "maxnreg": how.registers}
     compiled = compile_for("sm_90", kernel, types, constants, **options)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
-    assert stack_bytes(compiled, tmp_path) <= MOST_SPILLED
+    assert stack_bytes(compiled, tmp_path) <= case.spilled
     assert not serializes_wgmma(compiled, tmp_path)
     at_once = 65536 // (how.registers * 128 * how.warpgroups)
     assert compiled.metadata.shared * min(at_once, how.parts // 132 or 1) <= 227 * 1024
