@@ -26,7 +26,7 @@ from qframework.tuning.candidates import Candidates, Metric, checked_metric
 from qframework.tuning.journal import Journal
 from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC, kind_of, milliseconds, zero_point_milliseconds
 from qframework.tuning.layers import Layer, Operands, find_layers
-from qframework.tuning.observer_choice import with_best_observers
+from qframework.tuning.observer_choice import uniform_kernels, with_best_observers
 from qframework.tuning.plots import draw_front
 from qframework.tuning.results import Measured, Trial
 from qframework.tuning.search import Cost, Costs, climb, ladder, pareto, rungs, total_time
@@ -222,10 +222,12 @@ def tune(
     costs = work.costs(layers, variants)
     start = Assignment.uniform(layers)
     search = _Search(work, costs, work.whole(start), max_drop)
-    steps = ladder(with_best_observers(layers, costs, work.candidates.meanings))
+    best = with_best_observers(layers, costs, work.candidates.meanings)
+    steps = ladder(best)
     uniform = _uniform(layers)
     climb(start, steps, search.fits, refinements)
-    for assignment in (*_spread(rungs(start, steps)), *uniform, *_uniform_observers(layers, work.candidates.meanings)):
+    alike = [*uniform, *_uniform_observers(layers, work.candidates.meanings)]
+    for assignment in (*_spread(rungs(start, steps)), *alike, *uniform_kernels(layers, best, work.candidates.meanings)):
         search.fits(assignment)
     met, chosen, measured = search.finish(finalists, uniform, can_be_faster=bool(steps))
     trials = list(search.trials.values())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from qframework.tuning.assignment import Meanings
-from qframework.tuning.layer_times import STATIC, kind_of
+from qframework.tuning.assignment import Assignment, Key, Meanings
+from qframework.tuning.layer_times import FLOAT, STATIC, kind_of
 from qframework.tuning.layers import Layer
 from qframework.tuning.search import Costs
 
@@ -24,6 +24,27 @@ def with_best_observers(layers: Iterable[Layer], costs: Costs, meanings: Meaning
         key: {name: cost for name, cost in choices.items() if kind_of(name) != STATIC or name in best[key]}
         for key, choices in costs.items()
     }
+
+
+def uniform_kernels(layers: Sequence[Layer], best: Costs, meanings: Meanings) -> list[Assignment]:
+    """All layers static on the same kernels, with and without zero points, each with the observer of least noise.
+
+    They run as fast as one observer for all layers does. Attention, which has no zero points, runs the same in each.
+
+    Args:
+        layers: of the model.
+        best: of :func:`with_best_observers`.
+        meanings: of the choices.
+    """
+    found = []
+    for kernel in dict.fromkeys(map(meanings.kernel, meanings.statics("linear"))):
+        choices: dict[Key, str] = {}
+        for layer in layers:
+            static = [name for name in best[layer.key] if kind_of(name) == STATIC] if layer.static else []
+            same = [name for name in static if meanings.kernel(name) == kernel]
+            choices[layer.key] = next(iter(same or static), FLOAT)
+        found.append(Assignment(choices))
+    return found
 
 
 def _best(group: Sequence[Layer], costs: Costs, meanings: Meanings) -> set[str]:
