@@ -397,9 +397,11 @@ def test_reads_biases_where_tma_can(monkeypatch) -> None:
     assert specialized.added_by(Bias(mask > 0), 304) == NOTHING == specialized.added_by(Bias(causal=True), 304)
     height, width = torch.zeros(2, 40, 300, 14), torch.zeros(2, 40, 300, 14)
     assert specialized.added_by(Bias(None, height, width), 196) == Added("factors", 4, 14)
+    assert specialized.added_by(Bias(None, height, width, causal=True), 196) is None  # by places in memory
     assert specialized.added_by(Bias(None, height, torch.zeros(2, 40, 300, 129)), 14 * 129) is None
     width = torch.zeros(2, 40, 300, 64)
-    assert specialized.added_by(Bias(None, height, width), 14 * 64) == Added("factors", 4, 64)
+    for causal in (False, True):
+        assert specialized.added_by(Bias(None, height, width, causal), 14 * 64) == Added("factors", 4, 64)
     assert specialized.added_by(Bias(None, height.half(), width), 14 * 64) is None
 
 

@@ -74,13 +74,14 @@ NOTHING = Added()
 def added_by(bias: Bias, keys: int) -> Added | None:
     """How the kernel reads ``bias``; None if it does not.
 
-    A float mask of any strides, or relative positions in an image of up to 128 columns.
+    A float mask of any strides, or relative positions in an image of up to 128 columns, under causality 16, 32, 64 or 128:
+    elsewhere keys in shared memory have other places than in memory.
     """
     if bias.rel_h is not None and bias.rel_w is not None:
-        columns = bias.rel_w.shape[3]
-        fits = columns <= MOST_COLUMNS and bias.rel_h.shape[3] * columns == keys
+        added = Added("factors", bias.rel_w.element_size(), bias.rel_w.shape[3])
+        fits = added.columns <= MOST_COLUMNS and bias.rel_h.shape[3] * added.columns == keys
         same = bias.rel_h.dtype == bias.rel_w.dtype in FLOAT_DTYPES and bias.rel_h.shape[:3] == bias.rel_w.shape[:3]
-        return Added("factors", bias.rel_w.element_size(), columns) if fits and same and bias.mask is None else None
+        return added if fits and same and bias.mask is None and not (bias.causal and added.padded) else None
     if bias.only_bool or bias.mask is None:
         return NOTHING
     if bias.mask.shape[3] != keys or bias.mask.dtype not in FLOAT_DTYPES:
