@@ -74,8 +74,8 @@ NOTHING = Added()
 def added_by(bias: Bias, keys: int) -> Added | None:
     """How the kernel reads ``bias``; None if it does not.
 
-    A float mask of any strides, or relative positions in an image of up to 128 columns, under causality 16, 32, 64 or 128:
-    elsewhere keys in shared memory have other places than in memory.
+    A float mask of any strides, or relative positions in an image of up to 128 columns. Under causality, which compares
+    places, rows must not be padded in shared memory: 16, 32, 64 or 128 columns.
     """
     if bias.rel_h is not None and bias.rel_w is not None:
         added = Added("factors", bias.rel_w.element_size(), bias.rel_w.shape[3])
