@@ -17,6 +17,7 @@ from benchmarks.pretrained_front import read
 from benchmarks.tables import machine_line, table
 
 FOLDER = "front"  # below the folder of accuracy's results
+NAME_WIDTH, NAME_HEIGHT = 5000, 3.0  # images/s and percent that a name takes in the plot; it gives way to other names
 PLOT = "accuracy-front-dinov2.svg"
 HEAD = """### What `tune` finds for DINOv2
 
@@ -166,8 +167,11 @@ def _draw(front: Front, path: Path) -> None:
             if speed in named:
                 continue
             named.add(speed)
-            place: Any = {"xytext": (-7, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
-            axis.annotate(name, (speed, kept), **place)
+            left = any(
+                0 < speed - x < NAME_WIDTH and abs(kept - y) < NAME_HEIGHT for _, uniform, x, y in rows if uniform
+            )
+            place: Any = {"xytext": (-7, -9 if left else 0), "textcoords": "offset points"}
+            axis.annotate(name, (speed, kept), **place, ha="right", va="center")
         axis.set_xlabel("images per second")
         axis.set_ylabel("correspondences kept, %")
         axis.legend()
