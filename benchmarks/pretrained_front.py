@@ -23,7 +23,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -344,7 +344,7 @@ class _Rows:
         """One row for each."""
         layers = find_layers(self.candidates.exported, self.candidates.images)
         named = {each: name for name, each in uniform(layers).items()}
-        front = {trial.assignment for trial in thin_front(trials)}
+        front = {trial.assignment for trial in [*thin_front(trials), *best_of_kernels(trials, named)]}
         kept = {trial.assignment: trial.metric for trial in trials}
         for assignment, name in named.items():
             if assignment not in kept:
@@ -379,6 +379,15 @@ def thin_front(trials: Sequence[Trial]) -> list[Trial]:
         if not found or trial.metric >= found[-1].metric + _STEP:
             found.append(trial)
     return found
+
+
+def best_of_kernels(trials: Sequence[Trial], configurations: Iterable[Assignment]) -> list[Trial]:
+    """The most accurate trial on the kernels of each configuration, which ``tune`` measures whole in any case."""
+    wanted = set(map(MEANINGS.kernels, configurations))
+    found: dict[Assignment, Trial] = {}
+    for trial in sorted(trials, key=lambda trial: trial.drop):
+        found.setdefault(MEANINGS.kernels(trial.assignment), trial)
+    return [trial for kernels, trial in found.items() if kernels in wanted]
 
 
 class _Kept:

@@ -178,8 +178,9 @@ def tune(
     For each layer and choice, ``tune`` measures the time of the operators on the device of ``images``, and the noise of
     the model's output with this layer alone quantized; search.py describes the search. A static layer takes the
     observer of ``meanings`` with the least noise (observer_choice.py). ``tune`` then compiles and measures
-    the fastest assignments found, all linears static, the same with static attention, and all linears dynamic, and
-    chooses the fastest one within the budget. Equal measurements in a journal give equal results.
+    the fastest assignments found, all linears static, the same with static attention, also with zero points if they are
+    among the observers, and all linears dynamic, and chooses the fastest one within the budget. Equal measurements in a
+    journal give equal results.
 
     Args:
         model: in eval mode, on the device of ``images``.
@@ -224,12 +225,12 @@ def tune(
     search = _Search(work, costs, work.whole(start), max_drop)
     best = with_best_observers(layers, costs, work.candidates.meanings)
     steps = ladder(best)
-    uniform = _uniform(layers)
+    alike = [*_uniform(layers), *uniform_kernels(layers, best, work.candidates.meanings)]
     climb(start, steps, search.fits, refinements)
-    alike = [*uniform, *_uniform_observers(layers, work.candidates.meanings)]
-    for assignment in (*_spread(rungs(start, steps)), *alike, *uniform_kernels(layers, best, work.candidates.meanings)):
+    observers = _uniform_observers(layers, work.candidates.meanings)
+    for assignment in (*_spread(rungs(start, steps)), *alike, *observers):
         search.fits(assignment)
-    met, chosen, measured = search.finish(finalists, uniform, can_be_faster=bool(steps))
+    met, chosen, measured = search.finish(finalists, alike, can_be_faster=bool(steps))
     trials = list(search.trials.values())
     return Tuning(
         work.baseline(),
