@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.pages import Plot
 from benchmarks.plots import COLOUR, GREY, WIDTH
-from benchmarks.pretrained_front import read
+from benchmarks.pretrained_front_cases import read
 from benchmarks.tables import machine_line, table
 
 FOLDER = "front"  # below the folder of accuracy's results

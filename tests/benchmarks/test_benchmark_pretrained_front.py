@@ -11,7 +11,8 @@ import torch
 
 from benchmarks import pretrained_front, report_front
 from benchmarks.machine import describe_machine
-from benchmarks.pretrained_front import SMOKE, StoredTimer, call_name, read, wanted_whole
+from benchmarks.pretrained_front_cases import MEANINGS, SMOKE, call_name, digest, read
+from benchmarks.pretrained_front_search import StoredTimer, best_of_kernels, kernels_name, thin_front, wanted_whole
 from qframework.errors import FileFormatError
 from qframework.tuning.assignment import Assignment
 from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape
@@ -50,7 +51,7 @@ def test_all_steps_on_a_tiny_model(tmp_path: Path) -> None:
     assert {"static", "static + attention", "dynamic"} <= set(by_name)
     layers = by_name["static + attention"]["layers"]
     assert layers == {"linear static": 8, "attention static": 2}
-    assert {f"static + attention, {name}" for name in pretrained_front.MEANINGS.observers} <= set(by_name)
+    assert {f"static + attention, {name}" for name in MEANINGS.observers} <= set(by_name)
     for trial in trials:  # measured on other crops where it is shown
         assert ("held_out" in trial) == bool(trial["configuration"] or trial["front"])
     tuned = [trial for trial in trials if trial["estimated_images_per_second"] is not None]
@@ -166,15 +167,22 @@ def test_configurations_of_equal_kernels_are_timed_once() -> None:
 def test_of_the_front_only_steps_of_a_point_are_kept() -> None:
     points = [(10.0, 80.0), (9.0, 80.4), (8.0, 81.2), (7.0, 79.0), (6.0, 82.1), (5.0, 82.3)]
     trials = [Trial(Assignment({}), kept, 100 - kept, speed) for speed, kept in reversed(points)]
-    assert [trial.metric for trial in pretrained_front.thin_front(trials)] == [80.0, 81.2, 82.3]
+    assert [trial.metric for trial in thin_front(trials)] == [80.0, 81.2, 82.3]
+
+
+def test_of_the_kernels_of_each_configuration_the_most_accurate_trial_is_shown() -> None:
+    """Whatever their speed is estimated to be: ``tune`` measures them whole."""
+    drops = {"static": 3.0, "static mse": 2.0, "static zero point": 1.0, "dynamic": 0.5}
+    made = {name: Assignment({("linear", "fc"): name}) for name in drops}
+    trials = [Trial(made[name], 100.0 - drop, drop, 1.0) for name, drop in drops.items()]
+    assert best_of_kernels(trials, [made["static"], made["dynamic"]]) == [trials[3], trials[1]]
 
 
 def test_kernels_are_named_by_the_first_configuration_that_runs_them() -> None:
     one = {name: Assignment({("linear", "fc"): name}) for name in ("static", "static mse", "static zero point")}
     named = {one["static"]: "uniform", one["static mse"]: "uniform, mse"}
-    name = pretrained_front.kernels_name
-    assert name(one["static mse"], named) == name(one["static"], named) == "uniform"
-    assert name(one["static zero point"], named) == pretrained_front.digest(
+    assert kernels_name(one["static mse"], named) == kernels_name(one["static"], named) == "uniform"
+    assert kernels_name(one["static zero point"], named) == digest(
         {"linear": {"fc": "static per_tensor zero_point"}, "attention": {}}
     )
 
