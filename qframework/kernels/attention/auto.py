@@ -282,11 +282,8 @@ def takes_factors(heads: int, queries: int, keys: int, channels: int, values: in
         chip: :func:`hopper_of` the device.
     """
     side = math.isqrt(keys)
-    added = specialized.Added("factors", 2, side)
-    sizes = (1, heads, queries, keys, channels, values)
-    if side <= specialized.MOST_COLUMNS and specialized.takes(
-        *sizes, VARIANTS["unquantized"], False, chip.processors, added
-    ):
+    call = (1, heads, queries, keys, channels, values, VARIANTS["unquantized"], False, chip.processors)
+    if side <= specialized.MOST_COLUMNS and specialized.takes(*call, specialized.Added("factors", 2, side)):
         return True
     columns = max(power_of_2(2 * side), 32)
     return keys <= _SMALL and hopper_dense.takes(queries, keys, channels, values, 0, columns)
