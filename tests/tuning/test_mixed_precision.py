@@ -218,3 +218,14 @@ def test_a_zero_point_costs_what_the_rule_says(batch) -> None:
     assert speeds[frozenset(["static"])] == pytest.approx(16 / (0.1 - 0.06 + 0.024))
     assert speeds[frozenset(["static", "static zero_point"])] == pytest.approx(16 / (0.1 - 0.06 + 0.029))
     assert set(result.chosen.assignment.values()) == {"static"}
+
+
+def test_zero_points_everywhere_are_measured_whole_whatever_they_are_estimated_to_take(batch) -> None:
+    class Slow(Table):
+        def zero_point(self, operands) -> float:
+            return 30.0  # slower than float
+
+    meanings = Meanings(observers={"zero_point": OBSERVERS["zero_point"]})
+    result = tuned(transformer(), batch, max_drop=50.0, timer=Slow(batch), variants=(), meanings=meanings, finalists=1)
+    measured = [frozenset(each.assignment.values()) for each in result.measured]
+    assert frozenset(["static", "static zero_point"]) in measured
