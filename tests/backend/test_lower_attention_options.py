@@ -212,6 +212,10 @@ class TestWherePyTorchIsFaster:
             *[((64, 2, 784, 96), 784, True), ((1, 2, 784, 96), 784, False)],  # passing through, a fourth of a wave
             *[((1, 16, 1024, 80), 1024, True), ((1, 12, 1600, 64), 1600, True), ((1, 5, 784, 32), 784, True)],
             *[((1, 4, 784, 32), 784, False), ((8, 8, 130 * 130, 64), 130 * 130, False)],
+            *[
+                ((8, 8, 2500, 160), 2500, True),
+                ((8, 8, 10000, 160), 10000, False),
+            ],  # rows of 100 fill no block of 64 keys
         ],
     )
     def test_which_relative_positions_hopper_computes(self, shape, keys, taken, monkeypatch):
