@@ -33,7 +33,7 @@ from qframework.errors import QFrameworkError
 from qframework.graph.attention.call import AttentionCall, Refused
 from qframework.graph.attention.causal_masks import with_causal_flag
 from qframework.graph.attention.patterns import sdpa_call, spelled_out_call
-from qframework.graph.attention.relative_position import decomposed
+from qframework.graph.attention.relative_position import has_positions
 from qframework.graph.attention.replace import name_shapes, replace_attention
 from qframework.graph.attention.window_masks import with_window_masks
 from qframework.graph.index_values import Values, index_values
@@ -268,7 +268,7 @@ def _masking(call: AttentionCall) -> Masking:
     """What is added to the logits."""
     if not call.summands:
         return "causal" if call.is_causal else "none"
-    if any(map(decomposed, call.summands)):
+    if has_positions(call):
         return "factors"
     return "bool" if all(summand.fill == -torch.inf for summand in call.summands) else "float"
 

@@ -84,8 +84,17 @@ def with_relative_positions(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, bias)
 
 
+def with_positions_on_a_grid(q, k, v):
+    """The same as MViTv2 has it: products written out, and logits in the shape of the grid."""
+    batch, heads, tokens, _ = q.shape
+    grid = q.reshape(batch, heads, 3, 4, -1)
+    logits = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).view(batch, heads, 3, 4, 3, 4)
+    logits = logits + grid[..., :3, None] + grid[..., None, :4]
+    return logits.view(batch, heads, tokens, tokens).softmax(-1) @ v
+
+
 def spelled_out_with_positions(q, k, v):
-    """The same where the products are written out, as in MViTv2."""
+    """The same where the products alone are written out."""
     batch, heads, tokens, _ = q.shape
     grid = q.reshape(batch, heads, 3, 4, -1)
     bias = (grid[..., :3, None] + grid[..., None, :4]).reshape(batch, heads, tokens, tokens)
@@ -194,7 +203,7 @@ class TestWherePyTorchIsFaster:
         monkeypatch.setattr(specialized, "HAS_GLUON", True)
         assert bool(self.run(masked, "auto", shape=shape).calls) == taken
 
-    @pytest.mark.parametrize("fn", [with_relative_positions, spelled_out_with_positions])
+    @pytest.mark.parametrize("fn", [with_relative_positions, spelled_out_with_positions, with_positions_on_a_grid])
     def test_auto_leaves_relative_positions_that_only_the_general_kernel_computes(self, fn):
         capture = self.run(fn, "auto", shape=(2, 2, 12, 128))
         assert not capture.calls

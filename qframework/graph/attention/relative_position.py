@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention.call import NotAttention, Summand, shape_of
+from qframework.graph.attention.call import AttentionCall, NotAttention, Summand, shape_of
 from qframework.graph.nodes import CASTS, COPIES, VIEWS, argument, fake_value, operation
 from qframework.graph.shapes import same, same_shape
 
@@ -48,6 +48,17 @@ def decomposed(summand: Summand) -> RelativePositions | None:
         if is_height(h, grid) and is_width(w, grid):
             return RelativePositions(h, w, total, summand.factor)
     return None
+
+
+def has_positions(call: AttentionCall) -> bool:
+    """Whether what is added to the logits of a call are relative positions, in their own shape or in that of a grid."""
+    return any(decomposed(each) is not None or is_grid(each.shape, call.shape) for each in call.summands)
+
+
+def is_grid(shape: torch.Size, logits: torch.Size) -> bool:
+    """Whether ``shape`` is logits (..., N, Nk) viewed as (..., qh, qw, kh, kw)."""
+    queries, keys = logits[-2:]
+    return len(shape) >= len(logits) + 2 and same(shape[-4] * shape[-3], queries) and same(shape[-2] * shape[-1], keys)
 
 
 def is_height(node: object, grid: torch.Size) -> bool:

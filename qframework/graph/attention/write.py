@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from qframework.compat.dynamo import recorded_value
 from qframework.graph.attention.call import AttentionCall, Refused, Summand, shape_of
-from qframework.graph.attention.relative_position import RelativePositions, decomposed, is_height, is_width
+from qframework.graph.attention.relative_position import RelativePositions, decomposed, is_grid, is_height, is_width
 from qframework.graph.nodes import VIEWS, add_call, fake_value, operation, untransposed
 from qframework.graph.shapes import same, same_shape, splits_first, traced_size
 from qframework.graph.writes import written_between
@@ -136,7 +136,7 @@ class AttentionWriter:
         call = self._call
         shapes = [call.shape, call.value_shape]
         for summand in call.summands:
-            if self._is_grid(summand.shape):
+            if is_grid(summand.shape, call.shape):
                 self._grid_summands.append(summand)
             else:
                 shapes.append(summand.shape)
@@ -145,15 +145,6 @@ class AttentionWriter:
             if not (same_shape(shape, fine) or splits_first(fine, shape)):
                 raise Refused(f"its logits have shapes that do not fit each other: {tuple(shape)} and {tuple(fine)}")
         return fine
-
-    def _is_grid(self, shape: torch.Size) -> bool:
-        """Whether the logits were viewed as (..., qh, qw, kh, kw)."""
-        queries, keys = self._call.shape[-2:]
-        return (
-            len(shape) >= len(self._call.shape) + 2
-            and same(shape[-4] * shape[-3], queries)
-            and same(shape[-2] * shape[-1], keys)
-        )
 
     # Operands ---------------------------------------------------------------------------------------------------------
 
