@@ -14,9 +14,7 @@ from torch import nn
 
 from benchmarks import pretrained_models
 from qframework.errors import FileFormatError
-from qframework.quantizer import (
-    ActivationConfig,
-)
+from qframework.quantizer import ActivationConfig
 from qframework.tuning.assignment import Assignment, Meanings
 from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC
 from qframework.tuning.layers import Layer, LinearOperands, Operands
@@ -24,7 +22,7 @@ from qframework.tuning.layers import Layer, LinearOperands, Operands
 SCHEMA = 1
 BATCH = 64
 VARIANTS = ("sage_b", "sage_vb", "sage2_int8")
-SMALL_BATCH = 8
+SMALL_BATCH = 8  # images that are calibrated with, or evaluated, at a time
 # What ``tune`` may choose for a static layer besides min-max, and what is only compared as a uniform configuration.
 TRIED = {
     "moving average": ActivationConfig(observer="moving_average"),

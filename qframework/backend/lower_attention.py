@@ -39,7 +39,7 @@ from qframework.graph.attention.window_masks import with_window_masks
 from qframework.graph.index_values import Values, index_values
 from qframework.graph.nodes import argument, fake_value, layer_name, needs_gradient, operation, why_not_plain
 from qframework.graph.shapes import traced_size
-from qframework.kernels.attention.auto import Masking, caps_logits, hopper_of, pytorch_is_faster, takes_factors
+from qframework.kernels.attention.auto import Masking, caps_logits, few_positions, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported
 
@@ -222,7 +222,7 @@ def _reason_of_shape(call: AttentionCall) -> str | None:
 
 
 def _has_few_positions(call: AttentionCall) -> bool:
-    """Whether the call has relative positions in 16 bit on Hopper, but none of Hopper's kernels computes it.
+    """Whether the call has relative positions in 16 bit on Hopper, and too few queries for Hopper's kernels.
 
     In FP16 on an H200, the general kernel took 105 and 102 us for the calls of MViTv2 with 784 keys at batch 1, and
     products and a softmax of Inductor's 14 and 12 (``other/2026-11-30-h200-relative-positions.json``).
@@ -231,7 +231,7 @@ def _has_few_positions(call: AttentionCall) -> bool:
     if chip is None or _masking(call) != "factors" or sizes.query.dtype.itemsize != 2:
         return False
     *heads, queries, channels = sizes.query.shape
-    return not takes_factors(math.prod(heads), queries, sizes.keys, channels, sizes.values, chip)
+    return few_positions(math.prod(heads), queries, sizes.keys, channels, sizes.values, chip)
 
 
 def _pytorch_is_faster(call: AttentionCall) -> bool:

@@ -13,7 +13,7 @@ from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
 from qframework.graph.attention.patterns import sdpa_call
 from qframework.kernels.attention import auto
-from qframework.kernels.attention.auto import Hopper, pytorch_is_faster
+from qframework.kernels.attention.auto import Hopper, few_positions, pytorch_is_faster
 from qframework.kernels.attention.hopper import dense as hopper_dense
 from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.variants import VARIANTS
@@ -231,6 +231,22 @@ class TestWherePyTorchIsFaster:
         monkeypatch.setattr(specialized, "HAS_GLUON", True)
         query = torch.empty(shape, dtype=torch.half, device="meta")
         assert pytorch_is_faster(query, keys, shape[3], "factors", Hopper(132, True)) == (not taken)
+
+    @pytest.mark.parametrize(
+        ("heads", "queries", "channels", "few"),
+        [
+            *[
+                (2, 784, 96, True),
+                (4, 784, 32, True),
+                (5, 784, 96, False),
+                (1, 196, 96, False),
+            ],  # the last: all keys stay
+            *[(2, 900, 264, True), (64, 900, 264, False), (1, 130 * 130, 64, False)],  # for the general kernel if many
+        ],
+    )
+    def test_which_relative_positions_are_too_few(self, heads, queries, channels, few, monkeypatch):
+        monkeypatch.setattr(specialized, "HAS_GLUON", True)
+        assert few_positions(heads, queries, queries, channels, channels, Hopper(132, True)) == few
 
     @pytest.mark.parametrize("fn", [causal, masked, without_some, spelled_out, F.scaled_dot_product_attention])
     def test_any_sizes(self, fn, monkeypatch):

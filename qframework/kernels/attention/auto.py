@@ -289,6 +289,15 @@ def takes_factors(heads: int, queries: int, keys: int, channels: int, values: in
     return keys <= _SMALL and hopper_dense.takes(queries, keys, channels, values, 0, columns)
 
 
+def few_positions(heads: int, queries: int, keys: int, channels: int, values: int, chip: Hopper) -> bool:
+    """Whether a call with relative positions has too few queries for Hopper's kernels; arguments as the function above.
+
+    Many queries go to the general kernel where Hopper's do not compute them: their logits should not pass memory.
+    """
+    many = specialized.enough_tiles(heads, queries, chip.processors, few=True)
+    return not many and not takes_factors(heads, queries, keys, channels, values, chip)
+
+
 def _small(keys: int, channels: int) -> bool:
     """Whether hopper/dense.py was timed with so many keys and channels and a mask: 1.17 to 3.4 times as fast."""
     return keys <= _SMALL and channels <= _SMALL_CHANNELS

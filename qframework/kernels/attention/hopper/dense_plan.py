@@ -139,7 +139,7 @@ def plan(
     width = sum(slices_of(channels))
     tile = ROWS * width * element
     size = held * width * (element + 2) + 2 * tile + (held + 2 * ROWS) * columns * 2 + _PROGRAM_BYTES
-    # One tile less keeps a second program, and relative positions from the general kernel.
+    # With one tile less a second program fits. Relative positions would go to the general kernel else.
     waits = columns > 0 and size > _SHARED_BYTES // 2 >= size - tile
     at_once = max(min(_SHARED_BYTES // (size - tile if waits else size), 4), 1)
     added = itemsize > 0 or columns > 0

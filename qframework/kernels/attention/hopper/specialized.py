@@ -149,19 +149,24 @@ def takes(
     capped: bool = False,
 ) -> bool:
     """Whether the kernel takes these sizes: it can, and enough of its tiles are at work to be the faster one."""
-    least, positions = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK, added.kind == "factors"
+    least = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK
+    positions = added.kind == "factors"
     if channels <= 32 and not positions:
         least = LEAST_NARROW
     if masked and channels <= 64:  # the blocks of the mask are an additional pass
         least = max(least, mask_blocks.BLOCK + 1)
-    tiles = cdiv(queries, BLOCK_M) * heads * batch
-    large = tiles * (_FEW_TILES if capped or positions else 1) >= processors and min(queries, keys) >= least
+    large = enough_tiles(batch * heads, queries, processors, capped or positions) and min(queries, keys) >= least
     if not (HAS_GLUON and large and fits_hopper(channels, variant.qk_bits) and 0 < values <= 256 and values % 8 == 0):
         return False
     if (added.kind != "none" or capped) and variant.quantizes_qk:
         return False
     form = form_of(variant, channels, values, masked, added)
     return added.held <= form.block_n and shared_bytes(form, added) <= _SHARED
+
+
+def enough_tiles(heads: int, queries: int, processors: int, few: bool) -> bool:
+    """Whether ``heads`` of all sequences have tiles of queries for the multiprocessors, with ``few`` for a fourth."""
+    return cdiv(queries, BLOCK_M) * heads * (_FEW_TILES if few else 1) >= processors
 
 
 def supports(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
