@@ -30,7 +30,8 @@ def unready(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert [vars(AsyncCompile)[name] for name in NAMES] == before
 
 
-def test_kernels_are_compiled_in_forks_inside() -> None:
+def test_kernels_are_compiled_in_forks_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "LONGEST_S", float("inf"))  # a fork takes long beside other processes
     with forks_until_ready(allowed=True):
         assert AsyncCompile().use_process_pool()
         pool = AsyncCompile.process_pool()
