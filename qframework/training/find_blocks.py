@@ -28,17 +28,9 @@ _ROUTER = re.compile(r"(router|gate|gating)$", re.IGNORECASE)
 _ATTENTION = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)
 # The last linear of attention returns INT8. Those before it return queries, keys and values in 16 bits.
 _ATTENTION_OUTPUTS = (
-    "proj",
-    "o_proj",
-    "out_proj",
-    "c_proj",
-    "dense",
-    "wo",
-    "to_out",
-    "o",
-    "out",
-    "out_lin",
-    "linear_out",
+    *("proj", "o_proj", "out_proj", "output_proj", "c_proj", "post_proj", "projection", "projection_layer"),
+    *("o", "wo", "out", "output", "attention_out", "out_layer", "out_lin", "linear_out", "to_out", "to_add_out"),
+    *("dense", "final"),
 )
 
 

@@ -55,10 +55,23 @@ def result_and_gradient(model: nn.Module, *inputs: Tensor) -> tuple[Tensor, Tens
     return y.detach(), torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
 
-@pytest.mark.parametrize("output", ["proj", "out_lin", "Wo", "output.dense"])
+@pytest.mark.parametrize("output", ["proj", "out_lin", "Wo", "output", "output.dense", "projection", "to_add_out"])
 def test_what_attention_returns_is_int8(output: str) -> None:
     assert gives_blocks(f"attention.{output}")
     assert not gives_blocks("attention.self.query")
+
+
+def test_int8_goes_on_behind_attention_of_blip() -> None:
+    """It calls attention's last linear ``projection``: floats came out, and the residual sum was one of floats."""
+    from transformers import BlipVisionConfig, BlipVisionModel
+
+    torch.manual_seed(0)
+    shape = {name: value for name, value in SHAPE.items() if name != "vocab_size"}
+    model = BlipVisionModel(BlipVisionConfig(**shape, image_size=16, patch_size=8))
+    convert_to_int8_training(model, skip_slower=False)
+    fallbacks.clear()
+    model(torch.randn(2, 3, 16, 16)).last_hidden_state.sum().backward()
+    assert not fallbacks
 
 
 def test_sublayers_in_a_list() -> None:
