@@ -27,7 +27,7 @@ from qframework.backend.quantized_linear import (
     quantized_operands,
 )
 from qframework.backend.report import LayerReport
-from qframework.graph.nodes import LinearCall, layer_name, linear_call, notes_of
+from qframework.graph.nodes import LinearCall, layer_name, linear_call, notes_of, plain_name
 from qframework.graph.routers import WHY, chooses
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.writes import written_between
@@ -87,4 +87,4 @@ def _require_unchanged(linear: Node, call: LinearCall) -> None:
         if "dequantize" in str(operand.target):
             writer = written_between(operand.next, linear, [operand, *operand.all_input_nodes])
             if writer is not None:
-                raise CannotLower(f"{writer.name} changes one of its operands in place before the product")
+                raise CannotLower(f"{plain_name(writer)} changes one of its operands in place before the product")
