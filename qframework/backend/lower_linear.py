@@ -49,11 +49,10 @@ def lower_linear(lowering: Lowering) -> None:
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
         if a is None or b is None:
-            if quantized_elsewhere and a is b and lowering.constants.value(call.weight) is None:
-                reason = NO_PARAMETER
-            else:
-                rule = WHY if chooses(node) else why_too_small(call.input, call.weight, False)
-                reason = notes_of(node) or rule or _reason_for_float(a, b, quantized_elsewhere)
+            computed = quantized_elsewhere and a is b and lowering.constants.value(call.weight) is None
+            why_float = NO_PARAMETER if computed else why_too_small(call.input, call.weight, False)
+            rule = WHY if chooses(node) else why_float
+            reason = notes_of(node) or rule or _reason_for_float(a, b, quantized_elsewhere)
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)
