@@ -5,9 +5,9 @@
 
     model = transformers.AutoModel.from_pretrained(name, attn_implementation="qframework")
 
-The operator supports grouped heads, boolean masks and the soft cap of Gemma 2. Unsupported calls (dropout in training,
-float64) fall back to PyTorch's attention, with a soft cap to plain torch, and are counted in
-:data:`qframework.attention.fallbacks`.
+The operator supports grouped heads, boolean masks, the soft cap of Gemma 2 and the sinks of GPT-OSS. Unsupported calls
+(dropout in training, float64) fall back to PyTorch's attention, with a soft cap or sinks to plain torch, and are
+counted in :data:`qframework.attention.fallbacks`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from qframework.errors import UnsupportedError
 from qframework.import_hook import when_imported
 from qframework.kernels.attention.variants import AttentionVariant
 
-# Arguments that change the result and that no variant supports: attention sinks (GPT-OSS, Inkling 2), and blocks of
-# keys (MiniMax M3).
-_REFUSED = ("s_aux", "sinks", "block_indices")
+_REFUSED = ("block_indices",)  # of keys (MiniMax M3): they change the result, and no variant supports them
 
 
 def register(name: str = "qframework", *, variant: str | AttentionVariant = "auto", smooth_k: bool = True) -> None:
@@ -121,6 +119,8 @@ def _attention_forward(
     cache: Any = None,
     softcap: float | None = None,
     indices: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     variant: str,
     smooth_k: bool,
@@ -128,15 +128,17 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     """``query (B, Hq, Nq, D)``, ``key`` and ``value (B, Hkv, Nk, D)`` to ``(B, Nq, Hq, D)``; no attention weights.
 
-    ``indices (B, Nq, k)`` are the keys that each query sees (DeepSeek V3.2), if ``attention_mask`` lets it.
+    ``indices (B, Nq, k)`` are the keys that each query sees (DeepSeek V3.2), if ``attention_mask`` lets it. Sinks are
+    ``s_aux (Hq,)``, of each head (GPT-OSS), or ``sinks (B, Hq, Nq, 1)``, of each token (Inkling 2).
     """
     _refuse(module, cache, kwargs)
     tokens = query.shape[2]
     if indices is not None and indices.shape[-1] < key.shape[2]:
         attention_mask = _only(indices, attention_mask, key.shape[2])
+    sinks = s_aux if sinks is None else sinks.squeeze(-1)
     store = store_of(key, value)
     if store is not None:
-        if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None:
+        if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None and sinks is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             out = store.attend(query, attention_mask, attention_mask is None and causal, scaling, softcap)
             return out.transpose(1, 2).contiguous(), None
@@ -151,6 +153,7 @@ def _attention_forward(
     out = attention_or_fallback(
         variant, smooth_k, F.scaled_dot_product_attention, query, key, value, mask, dropout,
         is_causal and position_bias is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1], softcap=softcap,
+        sinks=sinks,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
