@@ -24,20 +24,13 @@ from qframework.training.roles import (
     reads_weights,
 )
 
+_ROUTER = re.compile(r"(router|gate|gating)$", re.IGNORECASE)
 _ATTENTION = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)
 # The last linear of attention returns INT8. Those before it return queries, keys and values in 16 bits.
 _ATTENTION_OUTPUTS = (
-    "proj",
-    "o_proj",
-    "out_proj",
-    "c_proj",
-    "dense",
-    "wo",
-    "to_out",
-    "o",
-    "out",
-    "out_lin",
-    "linear_out",
+    *("proj", "o_proj", "out_proj", "output_proj", "c_proj", "post_proj", "projection", "projection_layer"),
+    *("o", "wo", "out", "output", "attention_out", "out_layer", "out_lin", "linear_out", "to_out", "to_add_out"),
+    *("dense", "final"),
 )
 
 
@@ -109,6 +102,20 @@ def owns_experts(module: nn.Module) -> bool:
         return False
     own = [each for each in parameters(module).values() if each is not None and not is_lazy(each)]
     return any(each.dim() == 3 and min(each.shape) > 1 for each in own)
+
+
+def routers(block: nn.Module) -> Iterator[nn.Module]:
+    """The linears whose largest outputs say which experts compute a token: what holds them says how many there are."""
+    for holder in block.modules():
+        counts = {value for name, value in vars(holder).items() if "experts" in name and type(value) is int}
+        named = _ROUTER.search(type(holder).__name__) is not None
+        for _, child in held(holder):
+            weight = parameters(child).get("weight") if linear_role(child) == "linear" else None
+            if weight is None or is_lazy(weight):
+                continue
+            outputs, inputs = weight.shape
+            if outputs in counts or (named and outputs < inputs):
+                yield child
 
 
 def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, nn.Module | None]]:

@@ -28,6 +28,7 @@ from qframework.training.find_blocks import (
     is_attention_name,
     list_items,
     reads_all,
+    routers,
     units,
 )
 from qframework.training.replace import Replacement, gated_mlp, replacement, taken_name
@@ -53,7 +54,8 @@ FASTER_FROM_MANY = 2048
 """The same for blocks with more than four linears or a gated MLP, as in BERT and Llama, which launch more kernels."""
 _FEW_LINEARS = 4  # one for queries, keys and values, one behind attention, two of the MLP
 _NARROW = "too narrow to be faster in INT8"
-MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
+_CHOOSES = "it chooses experts: rounding would change which of two nearly equal outputs is the largest"
+MEANT = (_ON_REQUEST, _INSIDE_ATTENTION, _CHOOSES)
 _OWN_FORWARD = "its forward was replaced on the module itself"
 _OUTSIDE = "also used outside the converted blocks"
 _WRAPS = "it wraps a linear layer. Convert the model first, then add adapters to it (get_peft_model of PEFT)"
@@ -153,10 +155,13 @@ def make_plan(
             plan.blocks[block] = everywhere[block][0]
             plan.narrow += [everywhere[block][0]] if narrow else []
     inside = {name for block in plan.blocks for name in everywhere[block]}
+    choosing = {linear for block in plan.blocks for linear in routers(block)}
     for module, places in _units(plan.blocks, everywhere).items():
         asked = next((place.name for place in places if _matches(place.name, keep_float)), None)
         if asked is not None:
             _keep(plan, module, asked, _ON_REQUEST)
+        elif module in choosing:
+            _keep(plan, module, places[0].name, _CHOOSES)
         elif not isinstance(module, nn.Identity):
             _decide(plan, module, places, all(_ancestors(name) & inside for name in everywhere[module]))
         readers = {place.reader: None for place in places if place.reader is not None}

@@ -196,7 +196,10 @@ def _rms_norm(module: Any, output: str, block_size: BlockSize) -> Replacement:
 
 
 def _norm_shape(module: Any) -> dict[str, Any]:
-    return {"normalized_shape": tuple(module.weight.shape), "eps": norm_eps(module), "elementwise_affine": True}
+    weight = getattr(module, "weight", None)
+    shape = None if weight is None else tuple(weight.shape)  # without one, of any width
+    affine = weight is not None
+    return {"weight": weight, "normalized_shape": shape, "eps": norm_eps(module), "elementwise_affine": affine}
 
 
 def _activation(module: Any, output: str, block_size: BlockSize) -> Replacement:

@@ -55,12 +55,13 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 _MAGNITUDES = (1.0, 1e-3, 1e-6, 1e4)
 _DROP_PATHS = ("DropPath", "StochasticDepth")
 _NORMS = ("LayerNorm", "RMSNorm")  # T5's RMSNorm is called T5LayerNorm
+_ANY_SHAPE = (24,)  # of what a normalization without parameters is tried with
 
 
 def role_of(module: nn.Module) -> Role | None:
     """The role of ``module``, or None if no INT8 module computes the same."""
     kind = _kind(module)
-    if kind.endswith("LayerScale") and _computes(module, scale_name(module), lambda module, gamma, x: gamma * x):
+    if kind.endswith("LayerScale") and _computes(module, scale_name(module), _layer_scale):
         return "layer_scale"
     if kind.endswith(_DROP_PATHS) and _drops_paths(module):
         return "drop_path"
@@ -79,12 +80,11 @@ def lookalike(module: nn.Module) -> str | None:
         return f"it computes {near} near zero, but not for all inputs in both modes"
     if kind.endswith(_DROP_PATHS) and hasattr(module, "drop_prob"):
         return "it does not drop whole samples with probability drop_prob as timm's DropPath does"
-    if any(True for _ in module.children()):
+    if not _may_normalize(module):
         return None
-    if isinstance(module, nn.LayerNorm) and _computes(module, "weight", _layer_norm, magnitudes=(1e3,)):
-        return "it computes LayerNorm of large inputs, but not of small ones: its epsilon is not known"
-    if "RMSNorm" in kind and _computes(module, "weight", _rms_norm, magnitudes=(1e3,)):
-        return "it computes RMSNorm of large inputs, but not of small ones: its epsilon is not known"
+    for name, formula in (("LayerNorm", _layer_norm), ("RMSNorm", _rms_norm)):
+        if _computes(module, "weight", formula, magnitudes=(1e3,)):
+            return f"it computes {name} of large inputs, but not of small ones: its epsilon is not known"
     return None
 
 
@@ -101,15 +101,20 @@ def _kind(module: nn.Module) -> str:
 
 
 def norm_role(module: nn.Module) -> Role | None:
-    """``"layer_norm"`` or ``"rms_norm"`` over the last dimension with a weight, or None."""
-    known = isinstance(module, nn.LayerNorm | nn.RMSNorm)
-    if any(True for _ in module.children()) or not (known or any(name in _kind(module) for name in _NORMS)):
-        return None
-    if not known and any(True for _ in module.buffers()):  # which evaluating it might write to
+    """``"layer_norm"`` or ``"rms_norm"`` over the last dimension, with a weight or, as in OLMo, without; or None."""
+    if not _may_normalize(module):
         return None
     if _computes(module, "weight", _layer_norm):
         return "layer_norm"
     return None if weight_offset(module) is None else "rms_norm"
+
+
+def _may_normalize(module: nn.Module) -> bool:
+    """Whether ``module`` may be a normalization, and may be evaluated: buffers might be written to."""
+    if any(True for _ in module.children()):
+        return False
+    known = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    return known or (any(name in _kind(module) for name in _NORMS) and not any(True for _ in module.buffers()))
 
 
 def weight_offset(module: nn.Module) -> float | None:
@@ -229,7 +234,7 @@ def _forward(probe: nn.Module, x: Tensor) -> Any:
         return None
 
 
-def _gives(probe: nn.Module, x: Tensor, wanted: Tensor, modes: Sequence[bool] = _MODES) -> bool:
+def _gives(probe: nn.Module, x: Tensor, wanted: Tensor | None, modes: Sequence[bool] = _MODES) -> bool:
     """Whether ``probe`` computes ``wanted`` from ``x`` in all ``modes``, and leaves ``x`` unchanged or ``wanted``."""
     for training in modes:
         probe.training, given = training, x.clone()
@@ -243,19 +248,30 @@ def _gives(probe: nn.Module, x: Tensor, wanted: Tensor, modes: Sequence[bool] = 
 def _computes(
     module: nn.Module,
     weight: str,
-    formula: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    formula: Callable[[nn.Module, Tensor | None, Tensor], Tensor | None],
     magnitudes: Sequence[float] = _MAGNITUDES,
 ) -> bool:
-    """Whether ``module``, with a vector ``weight``, computes ``formula``; tests it with random parameters."""
-    own = parameters(module).get(weight)
-    if own is None or is_lazy(own) or own.dim() != 1:
+    """Whether ``module`` computes ``formula`` with a vector ``weight``, or None; tests it with random parameters."""
+    shape = _vector(module, weight)
+    if shape is None:
         return False
     with _probing():
         random = _random_numbers()
-        made = {name: None if each is None else random(*own.shape) for name, each in parameters(module).items()}
-        probe, unit = _probe(module, **made), random(2, 3, *own.shape)  # type: ignore[arg-type]
+        made = {name: None if each is None else random(*shape) for name, each in parameters(module).items()}
+        probe, unit = _probe(module, **made), random(2, 3, *shape)  # type: ignore[arg-type]
         tried = [unit * magnitude for magnitude in magnitudes]
-        return all(_gives(probe, x, formula(probe, made[weight], x)) for x in tried)  # type: ignore[arg-type]
+        return all(_gives(probe, x, formula(probe, made.get(weight), x)) for x in tried)
+
+
+def _vector(module: nn.Module, weight: str) -> tuple[int, ...] | None:
+    """The shape of a module's vector ``weight``; of what it normalizes, or any, if it has no parameters at all."""
+    own = parameters(module).get(weight)
+    if own is not None:
+        return None if is_lazy(own) or own.dim() != 1 else tuple(own.shape)
+    if any(True for _ in module.parameters()) or getattr(module, weight, None) is not None:
+        return None
+    shape = getattr(module, "normalized_shape", _ANY_SHAPE)
+    return tuple(shape) if isinstance(shape, Sequence) and len(shape) == 1 else None
 
 
 def _is_linear(module: nn.Linear) -> bool:
@@ -291,16 +307,21 @@ def _is_conv1d(module: nn.Module) -> bool:
         return _gives(probe, x, x @ weight + bias)
 
 
-def _layer_norm(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, parameters(module).get("bias"), norm_eps(module))
+def _layer_scale(module: nn.Module, gamma: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if gamma is None else gamma * x
 
 
-def _rms_norm(module: nn.Module, weight: Tensor, x: Tensor, offset: float = 0.0) -> Tensor:
-    return (weight + offset) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps(module))
+def _layer_norm(module: nn.Module, weight: Tensor | None, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, parameters(module).get("bias"), norm_eps(module))
 
 
-def _same(x: Any, y: Tensor) -> bool:
-    if not isinstance(x, Tensor) or x.shape != y.shape or x.device != y.device:
+def _rms_norm(module: nn.Module, weight: Tensor | None, x: Tensor, offset: float = 0.0) -> Tensor:
+    scale = 1.0 if weight is None else weight + offset
+    return scale * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps(module))
+
+
+def _same(x: Any, y: Tensor | None) -> bool:
+    if y is None or not isinstance(x, Tensor) or x.shape != y.shape or x.device != y.device:
         return False
     return bool(((x - y).abs() <= _SAME * (y.abs().amax().clamp(max=1) + y.abs())).all())
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_models import inputs, vit
 
 from qframework.errors import UnsupportedError
 from qframework.training import conversion_report, convert_to_int8_training, fallbacks
@@ -52,10 +55,23 @@ def result_and_gradient(model: nn.Module, *inputs: Tensor) -> tuple[Tensor, Tens
     return y.detach(), torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
 
-@pytest.mark.parametrize("output", ["proj", "out_lin", "Wo", "output.dense"])
+@pytest.mark.parametrize("output", ["proj", "out_lin", "Wo", "output", "output.dense", "projection", "to_add_out"])
 def test_what_attention_returns_is_int8(output: str) -> None:
     assert gives_blocks(f"attention.{output}")
     assert not gives_blocks("attention.self.query")
+
+
+def test_int8_goes_on_behind_attention_of_blip() -> None:
+    """It calls attention's last linear ``projection``: floats came out, and the residual sum was one of floats."""
+    from transformers import BlipVisionConfig, BlipVisionModel
+
+    torch.manual_seed(0)
+    shape = {name: value for name, value in SHAPE.items() if name != "vocab_size"}
+    model = BlipVisionModel(BlipVisionConfig(**shape, image_size=16, patch_size=8))
+    convert_to_int8_training(model, skip_slower=False)
+    fallbacks.clear()
+    model(torch.randn(2, 3, 16, 16)).last_hidden_state.sum().backward()
+    assert not fallbacks
 
 
 def test_sublayers_in_a_list() -> None:
@@ -83,6 +99,51 @@ def test_experts_are_beside_attention_and_named() -> None:
     assert {row.kind for row in conversion_report(model).kept} == {"MixtralTopKRouter", "MixtralExperts"}
     model(torch.randint(0, 64, (2, 16))).last_hidden_state.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Experts(nn.Module):
+    """Sends each token to the expert that a linear chooses."""
+
+    def __init__(self, router: nn.Module, count: int = 4) -> None:
+        super().__init__()
+        self.router, self.num_experts = router, count
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, chosen = self.router(x).softmax(-1).max(-1, keepdim=True)
+        return score * torch.stack([expert(x) for expert in self.experts], -1).gather(-1, index_of(chosen, x))[..., 0]
+
+
+def index_of(chosen: Tensor, x: Tensor) -> Tensor:
+    return chosen[..., None].expand(*x.shape, 1)
+
+
+class OneLayerRouter(nn.Module):
+    """As DBRX's and JetMoE's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("mode", ["per_block", "per_token"])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(32, 4), OneLayerRouter])
+def test_routers_stay_in_float(make: Callable[[], nn.Module], mode: Any) -> None:
+    torch.manual_seed(0)
+    model = vit()
+    for block in model.blocks:
+        block.mlp = Experts(make())
+    convert_to_int8_training(model, mode=mode, skip_slower=False)
+    ends = ("mlp.router", "mlp.router.layer")
+    routers = [each for name, each in model.named_modules() if name.endswith(ends) and isinstance(each, nn.Linear)]
+    assert [type(each) for each in routers] == [nn.Linear, nn.Linear]
+    assert sum("chooses experts" in row.reason for row in conversion_report(model).kept) == 2
+    assert sum(".experts." in row.name for row in conversion_report(model).converted) == 8
+    model(inputs("vit")).sum().backward()
+    assert all(float(router.weight.grad.norm()) > 0 for router in routers)
 
 
 def test_weights_that_are_read_on_another_path() -> None:

@@ -69,6 +69,59 @@ def test_it_computes_the_same_in_int8(make: Callable[[], nn.Module], kind: type[
     assert torch.equal(module(x), exact(x))
 
 
+def olmo() -> nn.Module:
+    from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+
+    return OlmoLayerNorm(32)
+
+
+def gemma4() -> nn.Module:
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+    return Gemma4RMSNorm(32, with_scale=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: nn.LayerNorm(32, elementwise_affine=False), Int8LayerNorm),
+        (gemma4, Int8RMSNorm),
+        (lambda: nn.RMSNorm(32, elementwise_affine=False), Int8RMSNorm),
+    ],
+)
+def test_normalizations_without_a_weight(make: Callable[[], nn.Module], kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, module = vit(), make()
+    before = copy.deepcopy(module)
+    model.blocks[0].norm1 = module
+    convert_to_int8_training(model)
+    assert isinstance(module, kind)
+    assert kind.__name__ in repr(module)
+    x, towards = torch.randn(2, 17, 32), torch.randn(2, 17, 32)
+    results = []
+    for each in (before, module):
+        given = x.clone().requires_grad_()
+        y = each(given)
+        y = y.dequantize() if each is module else y
+        (y * towards).sum().backward()
+        results.append((y.detach(), given.grad))
+    for wanted, got in zip(*results, strict=True):
+        assert 0 < float((got - wanted).norm() / wanted.norm()) < 0.02
+    restore_float(model)
+    assert torch.equal(module(x), before(x))
+    assert vars(module).keys() == vars(before).keys()
+
+
+def test_a_normalization_that_hides_its_epsilon_stays_in_float() -> None:
+    model = vit()
+    model.blocks[0].norm1 = olmo()
+    convert_to_int8_training(model)
+    assert [row.reason for row in conversion_report(model).kept if row.name == "blocks.0.norm1"] == [
+        "it computes LayerNorm of large inputs, but not of small ones: its epsilon is not known"
+    ]
+    assert model(inputs("vit")).isfinite().all()
+
+
 def test_drop_path_of_another_name() -> None:
     from transformers.models.beit.modeling_beit import BeitDropPath
 
@@ -89,6 +142,17 @@ class ChannelsLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x.transpose(1, -1), (32,), self.weight, None, self.eps).transpose(1, -1)
+
+
+class TokensLayerNorm(nn.Module):
+    """Over the tokens, without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.transpose(1, 2), x.shape[1:2], eps=self.eps).transpose(1, 2)
 
 
 class GroupLayerNorm(nn.GroupNorm):
@@ -112,5 +176,8 @@ def test_what_only_resembles_a_normalization() -> None:
     counting = CountingLayerNorm()
     assert role_of(GroupLayerNorm(1, 32)) is None
     assert role_of(ChannelsLayerNorm()) is None
+    assert role_of(TokensLayerNorm()) is None
+    assert role_of(nn.LayerNorm((2, 32), elementwise_affine=False)) is None
+    assert role_of(GroupLayerNorm(1, 32, affine=False)) is None
     assert role_of(counting) is None
     assert counting.calls == 0
