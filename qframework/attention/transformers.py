@@ -23,10 +23,13 @@ from torch import Tensor
 
 from qframework.attention.drop_in import attention_or_fallback, checked_spec
 from qframework.attention.int8_store import MAX_QUERIES, store_of
+from qframework.attention.left_to_pytorch import fallbacks
 from qframework.compat.transformers_modules import (
     SAM,
     SAM_HQ,
     all_run_with_sdpa,
+    looks_up_implementations,
+    may_ignore_implementations,
     sam_attention_classes,
     sam_hq_attention_classes,
 )
@@ -50,30 +53,55 @@ def register(name: str = "qframework", *, variant: str | AttentionVariant = "aut
         UnsupportedError: an unknown variant.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     variant = checked_spec(variant)
     AttentionInterface.register(name, attention_function(variant, smooth_k))
-    AttentionMaskInterface.register(name, partial(_mask, sdpa_mask))
+    AttentionMaskInterface.register(name, partial(_mask, sdpa_mask, eager_mask))
     when_imported(SAM, partial(_register_sam, name, variant, smooth_k))
     when_imported(SAM_HQ, partial(_register_sam_hq, name, variant, smooth_k))
 
 
-def _mask(make: Callable[..., Tensor | None], *sizes: Any, config: Any = None, **options: Any) -> Tensor | None:
+def _mask(
+    boolean: Callable[..., Tensor | None],
+    additive: Callable[..., Tensor | None],
+    *sizes: Any,
+    config: Any = None,
+    **options: Any,
+) -> Tensor | None:
     """transformers' mask; never None, which stands for a flag of the module, where that flag may be wrong.
 
     Models that transformers does not run with PyTorch's attention may lack the flag (Splinter) or have another one than
-    their mask (NLLB-MoE). Before layers that share keys Gemma 4 drops queries, and with them its mask.
+    their mask (NLLB-MoE). Before layers that share keys Gemma 4 drops queries, and with them its mask. Some of them
+    compute attention themselves whatever the implementation (Bloom, MPT), and would add a boolean mask as a number.
     """
     if getattr(config, "num_kv_shared_layers", 0) or not _has_flags(type(config)):
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return make(*sizes, config=config, **options)
+    return (additive if _adds_masks(type(config)) else boolean)(*sizes, config=config, **options)
 
 
 @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; it would trace into a cached function
 def _has_flags(configuration: type) -> bool:
     """Whether all models of a configuration say themselves what a missing mask means."""
     return _known_flags(configuration)
+
+
+@torch.compiler.assume_constant_result
+def _adds_masks(configuration: type) -> bool:
+    """Whether models of a configuration may add its mask to their logits; notes those that surely do."""
+    if not _known_adding(configuration):
+        return False
+    if not looks_up_implementations(configuration):
+        reason = f"the models of {configuration.__name__} compute attention themselves"
+        fallbacks.note(
+            reason,
+            f"attn_implementation='qframework': {reason}, so that it has no effect. The backend of torch.compile finds "
+            "such attention",
+        )
+    return True
+
+
+_known_adding = functools.cache(may_ignore_implementations)
 
 
 @functools.cache

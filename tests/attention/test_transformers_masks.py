@@ -107,6 +107,33 @@ def test_arguments_that_no_variant_supports_are_named() -> None:
         attend(nn.Module(), q, q, q, None, block_indices=torch.zeros(2))
 
 
+@pytest.mark.parametrize(
+    ("module", "family", "sizes"),
+    [
+        ("bloom", "Bloom", {"n_layer": 2, "n_head": 4, "hidden_size": 64}),
+        ("mpt", "Mpt", {"n_layers": 2, "n_heads": 4, "d_model": 64, "max_seq_len": 64}),
+        ("gpt_neox_japanese", "GPTNeoXJapanese", DECODER | {"intermediate_multiple_size": 2}),
+        ("longformer", "Longformer", DECODER | {"attention_window": 16}),
+    ],
+)
+@torch.no_grad()
+def test_models_that_compute_attention_themselves_keep_their_masks(
+    module: str, family: str, sizes: dict[str, Any]
+) -> None:
+    """They would add a boolean mask to their logits as ones and zeros."""
+    model_type, config = found(module, f"{family}Model"), found(module, f"{family}Config")
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[1, 15:] = 0
+    outputs = []
+    for name in ("eager", NAME):
+        torch.manual_seed(0)
+        model = model_type._from_config(config(**TEXT | sizes), attn_implementation=name).eval()
+        outputs.append(model(input_ids=tokens(), attention_mask=mask).last_hidden_state[0])
+    assert torch.equal(*outputs)
+    assert list(fallbacks) == [f"the models of {family}Config compute attention themselves"]
+    fallbacks.clear()
+
+
 # Sinks ----------------------------------------------------------------------------------------------------------------
 
 SINKS = DECODER | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
