@@ -27,7 +27,7 @@ from qframework.backend.quantized_linear import (
     quantized_operands,
 )
 from qframework.backend.report import LayerReport
-from qframework.graph.nodes import LinearCall, calibration_notes, layer_name, linear_call
+from qframework.graph.nodes import LinearCall, layer_name, linear_call, notes_of
 from qframework.graph.routers import WHY, chooses
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.writes import written_between
@@ -53,14 +53,14 @@ def lower_linear(lowering: Lowering) -> None:
                 reason = NO_PARAMETER
             else:
                 rule = WHY if chooses(node) else why_too_small(call.input, call.weight, False)
-                reason = calibration_notes(node) or rule or _reason_for_float(a, b, quantized_elsewhere)
+                reason = notes_of(node) or rule or _reason_for_float(a, b, quantized_elsewhere)
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)
         new = insert_int8_linear(lowering.gm, call, a, b, epilogue, lowering.scales)
         lowering.converted.add(new)
         lowering.layers[new] = name
-        reports.append(LayerReport(name, True, epilogue.describe(), calibration_notes(node)))
+        reports.append(LayerReport(name, True, epilogue.describe(), notes_of(node)))
 
 
 def _reason_for_float(a: Quantized | None, b: Quantized | None, quantized_elsewhere: bool) -> str:

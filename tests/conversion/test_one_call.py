@@ -298,6 +298,22 @@ def test_layers_under_autocast_are_logged(caplog) -> None:
     assert "is quantized, so the result computes in float" not in caplog.text
 
 
+def test_layers_inside_no_grad_are_reached(caplog) -> None:
+    """As the indexers of DeepSeek types: the export holds them in a higher-order operator, the quantizer inlines it."""
+
+    class Scope(MLP):
+        @torch.no_grad()
+        def chosen(self, x):
+            return self.fc1(x).relu()
+
+        def forward(self, x):
+            return self.head(self.fc2(self.chosen(x)))
+
+    quantized = quantize(Scope().eval(), torch.randn(4, 16), dynamic_int8(), skip=())
+    assert lowered(quantized) == {"fc1", "fc2", "head"}
+    assert "stay in float" not in caplog.text
+
+
 def test_a_quantizer_keeps_its_rules() -> None:
     x = torch.randn(4, 16)
     quantizer = QFrameworkQuantizer().set_global(dynamic_int8())

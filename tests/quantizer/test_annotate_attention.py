@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer import ComposableQuantizer
 
+from qframework import explain
 from qframework.errors import CalibrationError, UnsupportedError
 from qframework.numerics import sqnr_db
 from qframework.quantizer import (
@@ -375,6 +376,11 @@ def test_attention_that_no_kernel_computes(x, kind, reason, caplog):
     assert [(reason in text, times) for text, times in fallbacks.items()] == [(True, 2)]
     (message,) = [record.message for record in caplog.records if "stays in float" in record.message]
     assert "QFrameworkQuantizer: attention such as '0' stays in float (2 in all): " in message
+    left = [layer for layer in explain(converted, x).of("attention").layers if not layer.lowered]
+    assert [(layer.name, layer.fallback, reason in layer.reason) for layer in left] == [
+        ("0", True, True),
+        ("1", True, True),
+    ]
     with pytest.raises(UnsupportedError, match=rf"layer '1': .*{reason}.*set_module_name\('1', None\)"):
         quantized(model, QFrameworkQuantizer().set_module_name("1", static_attention()), x)
 
