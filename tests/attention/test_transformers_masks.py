@@ -130,7 +130,9 @@ def test_models_that_compute_attention_themselves_keep_their_masks(
         model = model_type._from_config(config(**TEXT | sizes), attn_implementation=name).eval()
         outputs.append(model(input_ids=tokens(), attention_mask=mask).last_hidden_state[0])
     assert torch.equal(*outputs)
-    assert list(fallbacks) == [f"the models of {family}Config compute attention themselves"]
+    code = vars(importlib.import_module(model_type.__module__))
+    asked = "create_causal_mask" in code or "create_bidirectional_mask" in code  # older versions make masks elsewhere
+    assert list(fallbacks) == [f"the models of {family}Config compute attention themselves"] * asked
     fallbacks.clear()
 
 
