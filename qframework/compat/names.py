@@ -459,6 +459,11 @@ _ROWS = (
         "models with batch norms cannot be quantized without a search for those that train",
         "torchao searches, which can take minutes",
     ),
+    Name(
+        "torch.fx.node._side_effectful_functions",
+        "models whose export records vmap, as masks of transformers do, fail when they are called quantized",
+        "such calls are erased",
+    ),
     Name("torchao.quantization.pt2e.utils.create_getattr_from_value", _PT2E),
     Name(
         "_observed_graph_module_attrs",

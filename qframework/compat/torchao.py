@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from torch.fx import GraphModule
+from torch.fx import node as fx_node
 
 from qframework.compat.missing import explained, optional
 
@@ -44,17 +48,21 @@ def says_annotated(annotation: QuantizationAnnotation | None) -> bool:
 
 
 _FOLD = "torchao.quantization.pt2e.quantize_pt2e._fold_conv_bn_qat"
-_folding = threading.RLock()
+_EFFECTS = "torch.fx.node._side_effectful_functions"
+_patching = threading.RLock()
 
 
 def convert_calibrated(prepared: GraphModule) -> GraphModule:
-    """``convert_pt2e`` of a model from ``prepare_pt2e``, without the search for batch norms that train.
+    """``convert_pt2e`` of a model from ``prepare_pt2e``, without two things that it does.
 
-    Only ``prepare_qat_pt2e`` makes those. Where a model has any batch norm, torchao exports 96 small models to search
-    for them, which takes longer than all else. Other threads convert as usual meanwhile.
+    It searches for batch norms that train, which only ``prepare_qat_pt2e`` makes: where a model has any batch norm,
+    torchao exports 96 small models for that, which takes longer than all else. Other threads search meanwhile.
+
+    And it erases calls whose result nobody reads. Some functions are called for what they do: those that enter and
+    leave ``vmap``, which exports record where transformers makes a mask, and without which the others raise an error.
     """
     owner = threading.get_ident()
-    with _folding:
+    with _patching, _kept(_called_for_effects(prepared)):
         fold = optional(quantize_pt2e, _FOLD, None)
         if fold is None:
             return convert_pt2e(prepared)
@@ -63,6 +71,25 @@ def convert_calibrated(prepared: GraphModule) -> GraphModule:
             return convert_pt2e(prepared)
         finally:
             quantize_pt2e._fold_conv_bn_qat = fold
+
+
+def _called_for_effects(exported: Any) -> set[Any]:
+    """The Python functions that a graph calls without reading a result: exports hold no other unread calls of these."""
+    nodes = exported.graph.nodes if isinstance(exported, GraphModule) else ()
+    called = {node.target for node in nodes if node.op == "call_function" and not node.users}
+    return {function for function in called if isinstance(function, FunctionType)}
+
+
+@contextmanager
+def _kept(functions: set[Any]) -> Iterator[None]:
+    """Let torch.fx erase no call of ``functions`` inside the block."""
+    kept: set[Any] = optional(fx_node, _EFFECTS, set())
+    added = functions - kept
+    kept |= added
+    try:
+        yield
+    finally:
+        kept -= added
 
 
 # The meta key that prepare_pt2e adds to a model, and convert_pt2e keeps.

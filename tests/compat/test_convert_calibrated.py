@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework.compat.missing import replaced
 from qframework.compat.torchao import convert_calibrated
+from qframework.numerics import sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, calibrate, static_int8
 
 
@@ -98,3 +100,12 @@ def test_another_thread_searches(searched, monkeypatch):
     assert convert_calibrated(model) is model
     assert searched == [model]
     assert fold_of["own"] is model
+
+
+def test_without_torch_fx_set_of_functions_models_are_converted_as_usual(searched, monkeypatch):
+    x = torch.randn(4, 3, 16, 16)
+    model = prepared(x)
+    expected = model(x)
+    monkeypatch.setattr("qframework.compat.torchao.fx_node", types.SimpleNamespace())
+    assert sqnr_db(expected, convert_calibrated(model)(x)) > 20
+    assert replaced["torch.fx.node._side_effectful_functions"] >= 1

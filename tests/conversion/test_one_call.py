@@ -339,6 +339,25 @@ def test_weights_of_values_that_are_written_are_kept_in_int8(weight, tmp_path) -
     assert torch.equal(qframework.load(tmp_path / "rotated.pt2")(*inputs), quantized(*inputs))
 
 
+class MaskedByVmap(MLP):
+    """Makes its mask with ``vmap``, as transformers does for masks with a function of the user or of the model."""
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1], device=x.device)
+        mask = torch.vmap(lambda i: torch.vmap(lambda j: (i >= j) & (i - j < 3))(places))(places)
+        return super().forward((x @ x.mT).masked_fill(~mask, -1e4).softmax(-1) @ x)
+
+
+def test_a_mask_of_vmap() -> None:
+    """The export records what enters and leaves vmap, which torchao takes for calls that do nothing."""
+    model, x = MaskedByVmap().eval(), torch.randn(4, 5, 16)
+    quantized = quantize(model, x, static_int8(), [x])
+    assert lowered(quantized) == {"fc1", "fc2"}
+    for other in (x, torch.randn(7, 5, 16)):
+        assert numerics.sqnr_db(model(other), quantized(other)) > 25
+    assert not [each for each in torch.fx.node._side_effectful_functions if "vmap" in getattr(each, "__name__", "")]
+
+
 def test_a_quantizer_keeps_its_rules() -> None:
     x = torch.randn(4, 16)
     quantizer = QFrameworkQuantizer().set_global(dynamic_int8())
