@@ -66,6 +66,7 @@ LATE_NAMES = (
     "torch._inductor.compile_fx.compile_fx",
     "torch._inductor.cpp_builder.get_cpp_compiler",
     "torch._inductor.exc.InvalidCxxCompiler",
+    "torch.fx.node._side_effectful_functions",
     "torchao.quantization.pt2e.quantize_pt2e._fold_conv_bn_qat",
     "transformers.models.sam.modeling_sam.SAM_VISION_ATTENTION_CLASSES",
     "transformers.models.sam_hq.modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES",
