@@ -292,6 +292,11 @@ def why_not_plain(value: Tensor | None) -> str | None:
     return None
 
 
+def plain_name(node: Node) -> str:
+    """``"matmul"`` of ``matmul_3``, for reasons: they are then equal in repeated layers, and are logged once."""
+    return re.sub(r"_\d+$", "", node.name)
+
+
 # Key of a node's meta: sentences for a report on what stays in float and why.
 _NOTES = "qframework_notes"
 

@@ -358,6 +358,15 @@ class Clamped(SpelledOut):
         return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
 
 
+class LogitsRead(SpelledOut):
+    """Others read the logits too, as the writes to a part of them do that add relative positions without a token."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        logits = q @ k.transpose(-2, -1)
+        return logits.softmax(-1) @ v + logits.mean()
+
+
 class Wide(SpelledOut):
     """With more channels in a head than a kernel takes."""
 
@@ -366,9 +375,17 @@ class Wide(SpelledOut):
         return F.scaled_dot_product_attention(q, q, q)[..., :16]
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Clamped, "clamp"), (Wide, "at most 256 channels per head, got 288")])
-def test_attention_that_no_kernel_computes(x, kind, reason, caplog):
-    """It stays in float, and is an error where a rule names it."""
+NO_KERNEL = {
+    Clamped: "clamp",
+    LogitsRead: "its matmul has other readers too: mean, softmax",
+    Wide: "at most 256 channels per head, got 288",
+}
+
+
+@pytest.mark.parametrize("kind", NO_KERNEL)
+def test_attention_that_no_kernel_computes(x, kind, caplog):
+    """It stays in float for a reason that is told once and that explain gives; it is an error where a rule names it."""
+    reason = NO_KERNEL[kind]
     model = nn.Sequential(kind(), kind(), SpelledOut())
     fallbacks.clear()
     converted = quantized(model, QFrameworkQuantizer().set_global(static_attention()), x)
