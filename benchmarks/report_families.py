@@ -16,7 +16,7 @@ from benchmarks.families_cases import DECODING, FAMILIES
 from benchmarks.harness import Record
 from benchmarks.pages import Page, Plot
 from benchmarks.plots import COLOUR, GREY, WIDTH
-from benchmarks.tables import Run, bold_if, combined, machine_line, number, ratio, speed, table
+from benchmarks.tables import Run, bold_if, combined, commit_of, computer, number, ratio, sentence, speed, table
 
 FOLDER = "families"  # below the folder of results
 NAME = "families.md"
@@ -146,14 +146,17 @@ def _section(device: Device) -> str:
 
 
 def _runs(device: Device) -> str:
-    """The machines, versions and commits of the runs that a table shows, and what to know of each."""
+    """The commits and dates of the runs that a table shows and what to know of each, below machine and versions."""
     told = [measured.record for case in device.cases for measured in case.values()]
-    parts = ["### Runs\n"]
+    rows: dict[str, list[list[str]]] = {}
     for run in device.runs:
         records = [record for group in _groups(run) for record in group]
         if models := ", ".join(dict.fromkeys(str(record.model) for record in records if record in told)):
-            parts += [f"{models}: {run.note or ''}\n", machine_line(run.machine, run.peaks)]
-    return "\n".join(parts)
+            date = str(run.machine.get("date") or "unknown")[: len("2026-01-01T00:00")].replace("T", " ")
+            row = [date, commit_of(run.machine), models, run.note or ""]
+            rows.setdefault(sentence(computer(run.machine)), []).append(row)
+    parts = [f"{where}\n{table(['date', 'commit', 'models', 'what to know'], found)}" for where, found in rows.items()]
+    return "\n".join(["### Runs\n", *parts])
 
 
 def _means(found: Sequence[Case]) -> str:

@@ -32,7 +32,7 @@ from benchmarks.harness import Record
 from benchmarks.labels import label
 from benchmarks.pages import Page, Plot
 from benchmarks.report_targets import newest
-from benchmarks.tables import Run, bold_if, machine_line, number, scientific, slower, table
+from benchmarks.tables import Run, bold_if, machine_line, number, scientific, shown, slower, table
 from benchmarks.target_table import Target, rows
 from benchmarks.target_table_training import TRAINING_TARGETS, linear_in_blocks, single_size
 from benchmarks.training_parity import SUBJECTS, Comparison, per_block
@@ -49,7 +49,8 @@ HEAD = """# INT8 training: results
 `benchmarks.training_models` steps of whole models, `benchmarks.training_parity` the accuracy of trained models,
 `benchmarks.training_gradients` the error of a single step, and `benchmarks.training_processes` the speedup by several
 GPUs. Results are compared with an FP64 or FP32 oracle before they are timed, and wrong results get no time. Times are
-CUDA events, with the L2 cache flushed before operators and linears.
+CUDA events, with the L2 cache flushed before operators and linears. Each device, model and shape is shown as the newest
+run that measured it did; the folder has the older ones.
 """
 TARGETS_NOTE = """Ratios of qframework over the peer: of speed, as geometric mean over operators or shapes, or of the
 memory kept from forward to backward. PASS means that every run of the file meets `must`, with all cases measured. Rows
@@ -134,6 +135,7 @@ def render(results: Results) -> str:
     """The whole page as Markdown."""
     every, parity, step, processes, fsdp, simulation = results
     runs = [replace(run, records=[row for row in run.records if row.benchmark != PROFILE]) for run in every]
+    profiles = {run.stem: _profile(run) for run in every}
     return "\n".join(
         [HEAD, _targets(runs), _accuracy_targets(parity), _sizes(runs, parity)]
         + ([] if step is None else [_step(step)])
@@ -141,9 +143,9 @@ def render(results: Results) -> str:
         + ([] if processes is None else [_processes(processes)])
         + ([] if fsdp is None else [_fsdp(fsdp)])
         + ([_widths(runs)] if any(map(_has_models, runs)) else [])
-        + [_slower(runs)]
+        + [_slower(shown(runs))]
         + [_task(task, parity[task]) for task in parity]
-        + [_section(run, _profile(whole)) for run, whole in zip(runs, every, strict=True)]
+        + [_section(run, profiles[run.stem]) for run in shown(runs)]
     )
 
 

@@ -180,10 +180,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines) + "\n"
 
 
-def machine_line(machine: Mapping[str, Any], peaks: Mapping[str, float]) -> str:
-    """Machine, versions, commit and date in one paragraph."""
-    commit = f"`{machine['commit']}`" if machine.get("commit") else "unknown"
-    rows = {
+def computer(machine: Mapping[str, Any]) -> dict[str, str]:
+    """Device, CPU and versions."""
+    names = ("qframework", "torch", "triton", "torchao", "timm", "python")
+    return {
         "device": joined(machine.get("device"), machine.get("capability"), labelled("driver", machine.get("driver"))),
         "CPU": joined(
             machine.get("cpu"),
@@ -191,15 +191,22 @@ def machine_line(machine: Mapping[str, Any], peaks: Mapping[str, float]) -> str:
             labelled("threads", machine.get("threads")),
             " ".join(machine.get("cpu_flags") or ()),
         ),
-        "versions": joined(
-            *(
-                labelled(name, machine.get(name))
-                for name in ("qframework", "torch", "triton", "torchao", "timm", "python")
-            )
-        ),
-        "commit": commit + (" with local changes" if machine.get("dirty") else ""),
-        "date": machine.get("date") or "unknown",
+        "versions": joined(*(labelled(name, machine.get(name)) for name in names)),
     }
+
+
+def commit_of(machine: Mapping[str, Any]) -> str:
+    commit = f"`{machine['commit']}`" if machine.get("commit") else "unknown"
+    return commit + (" with local changes" if machine.get("dirty") else "")
+
+
+def machine_line(machine: Mapping[str, Any], peaks: Mapping[str, float]) -> str:
+    """Machine, versions, commit and date in one paragraph."""
+    rows = {**computer(machine), "commit": commit_of(machine), "date": machine.get("date") or "unknown"}
     if peaks:
         rows["best torch GEMM at 8192"] = joined(*(f"{width} {number(peak)} TFLOP/s" for width, peak in peaks.items()))
+    return sentence(rows)
+
+
+def sentence(rows: Mapping[str, object]) -> str:
     return "; ".join(f"{key}: {value}" for key, value in rows.items()) + ".\n"

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal, get_args, overload
+from typing import Literal, get_args, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qframework.arguments import described
-from qframework.attention.softcap import softcapped_attention
-from qframework.compat.dispatch import forward_level, functorch_transforms_active
+from qframework.attention import left_to_pytorch
+from qframework.attention.plain import per_row
 from qframework.errors import QFrameworkError, UnsupportedError, either
-from qframework.fallbacks import Fallbacks
 from qframework.kernels.attention.arguments import (
     SageAttentionArguments,
     VarlenArguments,
-    cast_mask,
     check_softcap,
     default_scale,
 )
-from qframework.kernels.attention.auto import Hopper, Masking, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 
 TensorLayout = Literal["HND", "NHD"]
 Backward = Literal["exact", "int8", "mixed"]
 _LAYOUTS, _BACKWARDS = get_args(TensorLayout), get_args(Backward)
-
-fallbacks = Fallbacks()
-"""How often attention ran in PyTorch's kernels, by reason: calls that no variant supports, and those that ``"auto"``
-left to PyTorch, which is faster. A compiled call counts once, when traced."""
 
 
 @overload
@@ -52,6 +43,7 @@ def sage_attention(
     sm_scale: float | None = None,
     backward: Backward = "exact",
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def sage_attention(
@@ -71,6 +63,7 @@ def sage_attention(
     sm_scale: float | None = None,
     backward: Backward = "exact",
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def sage_attention(
     query: Tensor,
@@ -89,6 +82,7 @@ def sage_attention(
     sm_scale: float | None = None,
     backward: Backward = "exact",
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(query @ key.T * scale + attn_mask) @ value`` with quantized products.
 
@@ -123,10 +117,13 @@ def sage_attention(
             added (Gemma 2); positive, up to 16,384. With ``backward="exact"`` only, whose gradient then builds the
             logits in memory in float32. ``"auto"`` takes plain PyTorch on a CPU, and on every GPU the kernel, since
             PyTorch's attention caps nothing.
+        sinks: the logit of one more key of each row, which takes weight from the others and has no value (GPT-OSS):
+            ``(Hq,)``, or broadcastable to ``(..., Hq, Nq)`` in either layout. Neither scaled, capped nor masked. With
+            ``backward="exact"`` only. ``"auto"`` takes plain PyTorch on a CPU and the kernel on every GPU.
 
     Returns:
         ``(..., Hq, Nq, Dv)`` in ``query``'s dtype and layout; with ``return_lse`` also ``(..., Hq, Nq)`` fp32, the
-        natural logarithm of the sum of exponentials of the logits before smoothing.
+        natural logarithm of the sum of exponentials of the logits before smoothing, without sinks.
 
     Numerics depend on the variant, those of gradients on ``backward``. Under
     ``torch.autocast`` query, key and value are cast as PyTorch casts them; a mask keeps its dtype.
@@ -139,11 +136,11 @@ def sage_attention(
     Papers, depending on the variant: SageAttention, SageAttention2, SageAttention2++, QAttn. Of the gradient in 8 bit:
     SageAttention3 and SageBwd. Of the soft cap: Gemma 2, section 2.
     """
-    # A traced graph must not depend on the set.
-    repeated = not torch.compiler.is_compiling() and bool(_LEFT_TO_PYTORCH) and variant == "auto" and attn_mask is None
+    # A traced graph must not depend on the kinds that are known.
+    repeated = not torch.compiler.is_compiling() and bool(left_to_pytorch.known_kinds) and variant == "auto"
     if repeated and tensor_layout == "HND" and backward == "exact" and dropout_p == 0.0 and not return_lse:
-        plain = sm_scale is None and softcap is None
-        handed_over = _handed_over(query, key, value, is_causal, scale, enable_gqa) if plain else None
+        plain = attn_mask is None and sm_scale is None and softcap is None and sinks is None
+        handed_over = left_to_pytorch.handed_over(query, key, value, is_causal, scale, enable_gqa) if plain else None
         if handed_over is not None:
             return handed_over
     _check_tensors("sage_attention", query=query, key=key, value=value)
@@ -154,7 +151,7 @@ def sage_attention(
     if tensor_layout == "NHD":
         query, key, value = _exchange("query", query), _exchange("key", key), _exchange("value", value)
     arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
-    out, lse = attend(*arguments, return_lse, backward, dropout_p, softcap)
+    out, lse = attend(*arguments, return_lse, backward, dropout_p, softcap, sinks)
     if tensor_layout == "NHD":
         out = out.transpose(-3, -2)
     return (out, lse) if return_lse else out
@@ -174,6 +171,7 @@ def attend(
     backward: str = "exact",
     dropout_p: float = 0.0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The operator, with autocast and broadcasting of leading dimensions as in PyTorch."""
     given = query, key, value
@@ -185,8 +183,10 @@ def attend(
         )
     check_softcap("sage_attention", softcap)
     if backward != "exact":
-        _refuse_softcap("sage_attention", softcap, backward)
-    _refuse_transforms("sage_attention", query, key, value, attn_mask)
+        _refuse("sage_attention", backward, softcap=softcap, sinks=sinks)
+    _refuse_transforms("sage_attention", query, key, value, attn_mask, sinks)
+    if sinks is not None:
+        _check_sinks(sinks, query)
     query, key, value = autocast(query, key, value)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
     call = SageAttentionArguments(query, key, value, attn_mask, is_causal, scale, enable_gqa, "auto", smooth_k)
@@ -195,21 +195,28 @@ def attend(
     if backward != "exact" and (needs_gradient or dropout_p != 0.0):
         out, lse = _int8_gradient(call, spec_of(variant), return_lse, backward, dropout_p)
         return (out.squeeze(0), lse.squeeze(0)) if added else (out, lse)
-    if variant == "auto" and not return_lse and _is_left_to_pytorch(call):
+    if variant == "auto" and not return_lse and left_to_pytorch.is_left_to_pytorch(call, sinks):
         call.check()
-        _note_left_to_pytorch(query.device.type)
-        plain = attn_mask is None and softcap is None
+        left_to_pytorch.note_left_to_pytorch(query.device.type)
+        plain = attn_mask is None and softcap is None and sinks is None
         if plain and query is given[0] and key is given[1] and value is given[2]:
-            _remember(_kind_of(query, key, value, is_causal, enable_gqa))
-        out = _pytorch(call)
+            left_to_pytorch.remember(left_to_pytorch.kind_of(query, key, value, is_causal, enable_gqa))
+        out = left_to_pytorch.attend_with_pytorch(call, sinks)
         return (out.squeeze(0) if added else out), query.new_empty(0)
     out, lse = torch.ops.qframework.sage_attention(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, spec_of(variant), smooth_k, return_lse,
-        softcap=softcap,
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, spec_of(variant), smooth_k,
+        return_lse or sinks is not None, softcap=softcap,
     )  # fmt: skip
+    if sinks is not None:
+        out = _beside_sinks(out, lse, sinks)
     if added:
         out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
     return out, lse
+
+
+def _beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The output of a softmax over keys and a sink: with log-sum-exp L of the keys, ``out * sigmoid(L - sink)``."""
+    return (out * torch.sigmoid(lse - per_row(sinks)).unsqueeze(-1)).to(out.dtype)
 
 
 def _int8_gradient(
@@ -226,100 +233,6 @@ def _int8_gradient(
         means = k_mean.repeat_interleave(group, dim=-3) if group > 1 else k_mean
         lse = lse + (query.float() * means).sum(-1) * default_scale(query, call.scale)
     return out, lse
-
-
-# Kinds of calls known to be valid and left to PyTorch with their operands as they are. Finding one takes a tenth of the
-# time of checking a call again.
-_LEFT_TO_PYTORCH: set[tuple[Any, ...]] = set()
-_MAX_KINDS = 1024
-
-
-def _kind_of(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> tuple[Any, ...] | None:
-    """All that decides, without a mask, whether a call is valid and left to PyTorch; None where more may matter."""
-    if torch.compiler.is_compiling() or not type(query) is type(key) is type(value) is Tensor:
-        return None
-    if not (query.is_cuda or query.is_cpu) or forward_level() >= 0 or functorch_transforms_active():
-        return None
-    if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
-        return None
-    return (
-        *(query.shape, query.dtype, query.device, key.shape, key.dtype, key.device),
-        *(value.shape, value.dtype, value.device, is_causal, enable_gqa, torch.backends.cuda.cudnn_sdp_enabled()),
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-    )
-
-
-def _handed_over(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
-) -> Tensor | None:
-    """The result of PyTorch's attention for a call of a kind that is left to it; None for others."""
-    if _kind_of(query, key, value, is_causal, enable_gqa) not in _LEFT_TO_PYTORCH:
-        return None
-    _note_left_to_pytorch("cuda" if query.is_cuda else "cpu")
-    with torch.DisableTorchFunction():
-        return F.scaled_dot_product_attention(
-            query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-
-def _remember(kind: tuple[Any, ...] | None) -> None:
-    """Let later calls of the kind go to PyTorch at once."""
-    if kind is None:
-        return
-    if len(_LEFT_TO_PYTORCH) >= _MAX_KINDS:
-        _LEFT_TO_PYTORCH.clear()
-    _LEFT_TO_PYTORCH.add(kind)
-
-
-def _is_left_to_pytorch(call: SageAttentionArguments) -> bool:
-    """Whether PyTorch's attention is what ``"auto"`` means for this call, which is not checked yet."""
-    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-    if (mask is not None and call.is_causal) or min(key.ndim, value.ndim) < query.ndim or key.ndim < 3:
-        return False
-    masking: Masking = "causal" if call.is_causal else "none"
-    if mask is not None:
-        masking = "bool" if mask.dtype == torch.bool else "float"
-    operands = [x for x in (query, key, value, mask) if x is not None]
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-    chip = _hopper_of(query.device)
-    return pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, chip, gradients, call.softcap is not None)
-
-
-# Dynamo calls the next two while tracing instead of tracing into them.
-@torch.compiler.assume_constant_result
-def _hopper_of(device: torch.device) -> Hopper | None:
-    return hopper_of(device)
-
-
-@torch.compiler.assume_constant_result
-def _note_left_to_pytorch(device: str) -> None:
-    fallbacks.note(*_left_to_pytorch(device))
-
-
-@functools.cache
-def _left_to_pytorch(device: str) -> tuple[str, str]:
-    """The reason that counts calls left to PyTorch, and its message."""
-    reason = f"PyTorch's attention is faster on this {device} device"
-    return reason, f"attention: {reason} for some calls, or all, and 'auto' takes it. Name a variant to quantize"
-
-
-def _pytorch(call: SageAttentionArguments) -> Tensor:
-    """PyTorch's attention, hidden from enclosing scopes, with this package's masks: a row of False gives zeros."""
-    if call.softcap is not None:
-        return softcapped_attention(
-            call.query, call.key, call.value, call.attn_mask, 0.0, call.is_causal, call.scale, call.enable_gqa,
-            call.softcap,
-        )  # fmt: skip
-    mask = call.attn_mask
-    if mask is not None:
-        mask = torch.atleast_2d(mask)  # PyTorch's kernels read its last two sizes
-        if mask.dtype == torch.bool:  # of which cuDNN averages the values of a row of False
-            mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, -torch.inf)
-        mask = cast_mask(mask, call.query.dtype)
-    with torch.DisableTorchFunction():
-        return F.scaled_dot_product_attention(
-            call.query, call.key, call.value, mask, 0.0, call.is_causal, scale=call.scale, enable_gqa=call.enable_gqa
-        )
 
 
 def sage_attention_varlen(
@@ -377,7 +290,7 @@ def sage_attention_varlen(
     check_backward(backward)
     check_softcap("sage_attention_varlen", softcap)
     if backward != "exact":
-        _refuse_softcap("sage_attention_varlen", softcap, backward)
+        _refuse("sage_attention_varlen", backward, softcap=softcap)
     if backward != "exact" and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         call = VarlenArguments(
             *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale),
@@ -412,11 +325,29 @@ def _refuse_dropout(dropout_p: float) -> None:
         )
 
 
-def _refuse_softcap(function: str, softcap: float | None, backward: str) -> None:
-    if softcap is not None:
-        raise UnsupportedError(
-            f"{function}: softcap must be None with backward={backward!r}, got {softcap}. Pass backward='exact'"
+def _refuse(function: str, backward: str, **arguments: float | Tensor | None) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{function}: {name} must be None with backward={backward!r}, got {described(value)}. Pass "
+                "backward='exact'"
+            )
+
+
+def _check_sinks(sinks: Tensor, query: Tensor) -> None:
+    _check_tensors("sage_attention", sinks=sinks)
+    rows = query.shape[:-1]
+    fits = sinks.shape == rows[-2:-1] if sinks.ndim == 1 else _broadcasts(sinks.shape, rows)
+    if not fits or not sinks.is_floating_point() or sinks.device != query.device:
+        raise QFrameworkError(
+            f"sage_attention: sinks must be floating point, of shape {tuple(rows[-2:-1])} or {tuple(rows)}, on "
+            f"{query.device}, got {sinks.dtype} of shape {tuple(sinks.shape)} on {sinks.device}"
         )
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    sizes = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in sizes)
 
 
 def _check_tensors(function: str, **operands: object) -> None:

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qframework.attention.api import Backward, attend, autocast, check_backward, fallbacks, spec_of
+from qframework.attention.api import Backward, attend, autocast, check_backward, spec_of
 from qframework.attention.handover import to_run_inside
 from qframework.attention.layer_choice import OFF
-from qframework.attention.softcap import softcapped_attention
+from qframework.attention.left_to_pytorch import fallbacks
+from qframework.attention.plain import plain_attention
 from qframework.compat.dispatch import FakeTensor
 from qframework.compat.functions import function_mode_stack
 from qframework.errors import UnsupportedError
@@ -124,10 +125,11 @@ def attention_or_fallback(
     enable_gqa: bool = False,
     backward: str = "exact",
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Quantized attention; falls back to ``func`` (PyTorch's) where the variant does not support the call.
 
-    With a ``softcap``, which PyTorch's attention does not take, it falls back to plain torch.
+    With a ``softcap`` or ``sinks``, which PyTorch's attention does not take, it falls back to plain torch.
     """
     dropped = dropout_p if backward == "exact" else 0.0  # other gradients are computed with dropout
     reason = why_not(query, key, value, attn_mask, dropped, is_causal)
@@ -138,13 +140,13 @@ def attention_or_fallback(
     if reason is None:
         arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
         try:
-            return attend(*arguments, backward=backward, dropout_p=dropout_p, softcap=softcap)[0]
+            return attend(*arguments, backward=backward, dropout_p=dropout_p, softcap=softcap, sinks=sinks)[0]
         except UnsupportedError as error:
             reason = str(error)
     note_fallback(reason)
     args = (query, key, value, attn_mask, dropout_p, is_causal)
-    if softcap is not None:
-        return softcapped_attention(*args, scale, enable_gqa, softcap)
+    if softcap is not None or sinks is not None:
+        return plain_attention(*args, scale, enable_gqa, softcap, sinks)
     return _pytorch(func, args, {"scale": scale, "enable_gqa": enable_gqa})
 
 

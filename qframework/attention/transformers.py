@@ -5,9 +5,9 @@
 
     model = transformers.AutoModel.from_pretrained(name, attn_implementation="qframework")
 
-The operator supports grouped heads, boolean masks and the soft cap of Gemma 2. Unsupported calls (dropout in training,
-float64) fall back to PyTorch's attention, with a soft cap to plain torch, and are counted in
-:data:`qframework.attention.fallbacks`.
+The operator supports grouped heads, boolean masks, the soft cap of Gemma 2 and the sinks of GPT-OSS. Unsupported calls
+(dropout in training, float64) fall back to PyTorch's attention, with a soft cap or sinks to plain torch, and are
+counted in :data:`qframework.attention.fallbacks`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from torch import Tensor
 
 from qframework.attention.drop_in import attention_or_fallback, checked_spec
 from qframework.attention.int8_store import MAX_QUERIES, store_of
+from qframework.attention.left_to_pytorch import fallbacks
 from qframework.compat.transformers_modules import (
     SAM,
     SAM_HQ,
     all_run_with_sdpa,
+    looks_up_implementations,
+    may_ignore_implementations,
     sam_attention_classes,
     sam_hq_attention_classes,
 )
@@ -34,9 +37,7 @@ from qframework.errors import UnsupportedError
 from qframework.import_hook import when_imported
 from qframework.kernels.attention.variants import AttentionVariant
 
-# Arguments that change the result and that no variant supports: attention sinks (GPT-OSS, Inkling 2), and blocks of
-# keys (MiniMax M3).
-_REFUSED = ("s_aux", "sinks", "block_indices")
+_REFUSED = ("block_indices",)  # of keys (MiniMax M3): they change the result, and no variant supports them
 
 
 def register(name: str = "qframework", *, variant: str | AttentionVariant = "auto", smooth_k: bool = True) -> None:
@@ -52,30 +53,55 @@ def register(name: str = "qframework", *, variant: str | AttentionVariant = "aut
         UnsupportedError: an unknown variant.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     variant = checked_spec(variant)
     AttentionInterface.register(name, attention_function(variant, smooth_k))
-    AttentionMaskInterface.register(name, partial(_mask, sdpa_mask))
+    AttentionMaskInterface.register(name, partial(_mask, sdpa_mask, eager_mask))
     when_imported(SAM, partial(_register_sam, name, variant, smooth_k))
     when_imported(SAM_HQ, partial(_register_sam_hq, name, variant, smooth_k))
 
 
-def _mask(make: Callable[..., Tensor | None], *sizes: Any, config: Any = None, **options: Any) -> Tensor | None:
+def _mask(
+    boolean: Callable[..., Tensor | None],
+    additive: Callable[..., Tensor | None],
+    *sizes: Any,
+    config: Any = None,
+    **options: Any,
+) -> Tensor | None:
     """transformers' mask; never None, which stands for a flag of the module, where that flag may be wrong.
 
     Models that transformers does not run with PyTorch's attention may lack the flag (Splinter) or have another one than
-    their mask (NLLB-MoE). Before layers that share keys Gemma 4 drops queries, and with them its mask.
+    their mask (NLLB-MoE). Before layers that share keys Gemma 4 drops queries, and with them its mask. Some of them
+    compute attention themselves whatever the implementation (Bloom, MPT), and would add a boolean mask as a number.
     """
     if getattr(config, "num_kv_shared_layers", 0) or not _has_flags(type(config)):
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return make(*sizes, config=config, **options)
+    return (additive if _adds_masks(type(config)) else boolean)(*sizes, config=config, **options)
 
 
 @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; it would trace into a cached function
 def _has_flags(configuration: type) -> bool:
     """Whether all models of a configuration say themselves what a missing mask means."""
     return _known_flags(configuration)
+
+
+@torch.compiler.assume_constant_result
+def _adds_masks(configuration: type) -> bool:
+    """Whether models of a configuration may add its mask to their logits; notes those that surely do."""
+    if not _known_adding(configuration):
+        return False
+    if not looks_up_implementations(configuration):
+        reason = f"the models of {configuration.__name__} compute attention themselves"
+        fallbacks.note(
+            reason,
+            f"attn_implementation='qframework': {reason}, so that it has no effect. The backend of torch.compile finds "
+            "such attention",
+        )
+    return True
+
+
+_known_adding = functools.cache(may_ignore_implementations)
 
 
 @functools.cache
@@ -121,6 +147,8 @@ def _attention_forward(
     cache: Any = None,
     softcap: float | None = None,
     indices: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     variant: str,
     smooth_k: bool,
@@ -128,15 +156,17 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     """``query (B, Hq, Nq, D)``, ``key`` and ``value (B, Hkv, Nk, D)`` to ``(B, Nq, Hq, D)``; no attention weights.
 
-    ``indices (B, Nq, k)`` are the keys that each query sees (DeepSeek V3.2), if ``attention_mask`` lets it.
+    ``indices (B, Nq, k)`` are the keys that each query sees (DeepSeek V3.2), if ``attention_mask`` lets it. Sinks are
+    ``s_aux (Hq,)``, of each head (GPT-OSS), or ``sinks (B, Hq, Nq, 1)``, of each token (Inkling 2).
     """
     _refuse(module, cache, kwargs)
     tokens = query.shape[2]
     if indices is not None and indices.shape[-1] < key.shape[2]:
         attention_mask = _only(indices, attention_mask, key.shape[2])
+    sinks = s_aux if sinks is None else sinks.squeeze(-1)
     store = store_of(key, value)
     if store is not None:
-        if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None:
+        if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None and sinks is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             out = store.attend(query, attention_mask, attention_mask is None and causal, scaling, softcap)
             return out.transpose(1, 2).contiguous(), None
@@ -151,6 +181,7 @@ def _attention_forward(
     out = attention_or_fallback(
         variant, smooth_k, F.scaled_dot_product_attention, query, key, value, mask, dropout,
         is_causal and position_bias is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1], softcap=softcap,
+        sinks=sinks,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 

@@ -27,7 +27,7 @@ from qframework.backend.quantized_linear import (
     quantized_operands,
 )
 from qframework.backend.report import LayerReport
-from qframework.graph.nodes import LinearCall, calibration_notes, layer_name, linear_call
+from qframework.graph.nodes import LinearCall, layer_name, linear_call, notes_of, plain_name
 from qframework.graph.routers import WHY, chooses
 from qframework.graph.small_linears import why_too_small
 from qframework.graph.writes import written_between
@@ -49,18 +49,17 @@ def lower_linear(lowering: Lowering) -> None:
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
         if a is None or b is None:
-            if quantized_elsewhere and a is b and lowering.constants.value(call.weight) is None:
-                reason = NO_PARAMETER
-            else:
-                rule = WHY if chooses(node) else why_too_small(call.input, call.weight, False)
-                reason = calibration_notes(node) or rule or _reason_for_float(a, b, quantized_elsewhere)
+            computed = quantized_elsewhere and a is b and lowering.constants.value(call.weight) is None
+            why_float = NO_PARAMETER if computed else why_too_small(call.input, call.weight, False)
+            rule = WHY if chooses(node) else why_float
+            reason = notes_of(node) or rule or _reason_for_float(a, b, quantized_elsewhere)
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)
         new = insert_int8_linear(lowering.gm, call, a, b, epilogue, lowering.scales)
         lowering.converted.add(new)
         lowering.layers[new] = name
-        reports.append(LayerReport(name, True, epilogue.describe(), calibration_notes(node)))
+        reports.append(LayerReport(name, True, epilogue.describe(), notes_of(node)))
 
 
 def _reason_for_float(a: Quantized | None, b: Quantized | None, quantized_elsewhere: bool) -> str:
@@ -87,4 +86,4 @@ def _require_unchanged(linear: Node, call: LinearCall) -> None:
         if "dequantize" in str(operand.target):
             writer = written_between(operand.next, linear, [operand, *operand.all_input_nodes])
             if writer is not None:
-                raise CannotLower(f"{writer.name} changes one of its operands in place before the product")
+                raise CannotLower(f"{plain_name(writer)} changes one of its operands in place before the product")

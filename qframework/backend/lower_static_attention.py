@@ -31,26 +31,33 @@ from qframework.graph.attention.call import NotAttention, Refused
 from qframework.graph.attention.patterns import sdpa_call, share_one_head
 from qframework.graph.attention.write import AttentionWriter
 from qframework.graph.channels import ChannelView, quantized_everywhere
-from qframework.graph.nodes import Constants, argument, calibration_notes, fake_value, layer_name, operation
+from qframework.graph.nodes import Constants, argument, fake_value, layer_name, notes_of, operation
 
 _ours = torch.ops.qframework
 _ROLES = ("query", "key", "value")
 
 
 def lower_static_attention(lowering: Lowering) -> None:
-    """Replace every attention whose query, key and value are dequantized; report on those."""
+    """Replace every attention whose query, key and value are dequantized; report on those.
+
+    Report also on attention, in either form, of which the quantizer noted why no kernel computes it.
+    """
     gm, constants, scales, reports = lowering.gm, lowering.constants, lowering.scales, lowering.reports
     for node in list(gm.graph.nodes):
+        notes = notes_of(node)
+        if notes and operation(node) == "softmax":
+            name = layer_name(argument(node, 0, "input", "self"))
+            reports.append(LayerReport(name, False, "matmul, softmax, matmul", notes, fallback=True, kind="attention"))
         if operation(node) != "scaled_dot_product_attention":
             continue
         name = layer_name(node)
         try:
             operands = _operands(node, constants, name)
         except (CannotLower, Refused) as refusal:
-            reason = calibration_notes(node) or str(refusal)
-            reports.append(LayerReport(name, False, "float attention", reason, fallback=True, kind="attention"))
+            reports.append(
+                LayerReport(name, False, "float attention", notes or str(refusal), fallback=True, kind="attention")
+            )
             continue
-        notes = calibration_notes(node)
         if operands is not None:
             reports.append(LayerReport(name, True, _lower(gm, node, operands, scales), notes, kind="attention"))
         elif notes:

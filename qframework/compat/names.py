@@ -472,6 +472,7 @@ _ROWS = (
     Name("transformers.models.sam_hq.modeling_sam_hq.SamHQVisionSdpaAttention", _SAM),
     # transformers_modules.py
     Name("transformers.modeling_utils.PreTrainedModel._supports_sdpa", _MASKS),
+    Name("transformers.modeling_utils.PreTrainedModel._supports_attention_backend", _MASKS),
     # transformers_cache.py
     Name("transformers.cache_utils.Cache", _CACHE),
     Name("transformers.cache_utils.CacheLayerMixin", _CACHE),

@@ -27,8 +27,34 @@ def sam_hq_attention_classes() -> dict[str, Any]:
 @explained()
 def all_run_with_sdpa(configuration: type) -> bool:
     """Whether transformers runs all models of this configuration, as far as imported, with PyTorch's attention."""
+    return all(each._supports_sdpa for each in _imported_models(configuration))
+
+
+@explained()
+def may_ignore_implementations(configuration: type) -> bool:
+    """Whether the models of this configuration, as far as imported, do not say that an implementation replaces theirs.
+
+    Then ``attn_implementation`` may change nothing but their masks.
+    """
+    models = _imported_models(configuration)
+    of_it = [each for each in models if each.config_class is configuration] or models
+    return bool(of_it) and not any(each._supports_attention_backend or each._supports_sdpa for each in of_it)
+
+
+def looks_up_implementations(configuration: type) -> bool:
+    """Whether the code of this configuration's models, if imported, reads the table of implementations at all."""
+    module = sys.modules.get(_code_of(configuration))
+    return module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+
+
+def _imported_models(configuration: type) -> list[Any]:
     base: Any = sys.modules[MODELS].PreTrainedModel
-    name = configuration.__module__.replace(".configuration_", ".modeling_")
+    name = _code_of(configuration)
     members = vars(sys.modules.get(name, object)).values()
     models: list[Any] = [each for each in members if isinstance(each, type) and issubclass(each, base)]
-    return all(each._supports_sdpa for each in models if each.__module__ == name)
+    return [each for each in models if each.__module__ == name]
+
+
+def _code_of(configuration: type) -> str:
+    """The name of the module of its models."""
+    return configuration.__module__.replace(".configuration_", ".modeling_")

@@ -15,6 +15,7 @@ from torch.export import Dim
 from qframework.backend.release import release_prepared_models
 from qframework.conversion.recipe_check import RECIPE_NOTE, compare
 from qframework.errors import CalibrationError
+from qframework.graph.rewrites.fold_weights import fold_weights
 from qframework.graph.rewrites.shorten import shorten
 from qframework.graph.state import changing_state, put_back
 from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate
@@ -96,6 +97,7 @@ def _quantized(
         assert data is not None
         found = _with_recipe(exported, quantizer, data, recipe, show_progress, rewritten)
     put_back(found, state)
+    fold_weights(found)
     shorten(found)
     release_prepared_models(of_bytes=weights)
     return found

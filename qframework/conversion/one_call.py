@@ -118,7 +118,7 @@ def quantize(
     converted = quantize_exported(
         exported, quantizer, calibration_data, recipe=chosen, batches=batches, show_progress=progress
     )
-    _note_left_in_float(model, exported, converted, skip)
+    _note_left_in_float(model, converted, skip)
     described_by = {"quantizer": quantizer.to_dict(), "recipe": chosen and chosen.to_dict()}
     return QuantizedModel(converted, (args, kwargs), shapes, described_by, model)
 
@@ -158,11 +158,9 @@ def _check_names(model: nn.Module) -> None:
         )
 
 
-def _note_left_in_float(
-    model: nn.Module, exported: fx.GraphModule, converted: fx.GraphModule, skip: tuple[str, ...]
-) -> None:
-    """Note linears that the quantizer cannot reach, or that nothing is quantized."""
-    if unreached := [layer_name(node) for node in nested_linears(exported)]:
+def _note_left_in_float(model: nn.Module, converted: fx.GraphModule, skip: tuple[str, ...]) -> None:
+    """Note linears that the quantizer did not reach, or that nothing is quantized."""
+    if unreached := [layer_name(node) for node in nested_linears(converted)]:
         fallbacks.note(
             "linear layers in a higher-order operator",
             f"quantize: linear layers such as {unreached[0]!r} stay in float ({len(unreached)} in all), since "

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from qframework.backend import Report, explain
 from qframework.compat import pytree
+from qframework.conversion.activation_scales import KEY, scales_of, set_scales
 from qframework.conversion.example_call import accept_float_calls, float_call
 from qframework.conversion.recipe_check import RECIPE_NOTE
 from qframework.conversion.stand_in import move_devices, record_module, stand_in
@@ -139,6 +140,30 @@ class QuantizedModel(GraphModule):
         move_devices(self)
         return moved
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + KEY] = scales_of(self)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """``load_state_dict``: the scales in the graph become those of the loaded tensors too."""
+        scales = state_dict.pop(prefix + KEY, None)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if scales is None:
+            missing_keys.append(prefix + KEY)
+        elif wrong := set_scales(self, scales):
+            error_msgs.append(wrong)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied: Any = super().__deepcopy__(memo)
         copied._call, copied._dynamic_shapes, copied._config = self._call, self._dynamic_shapes, self._config
@@ -152,7 +177,7 @@ class QuantizedModel(GraphModule):
         raise UnsupportedError(
             "QuantizedModel: a quantized model cannot be pickled, as torch.save(model, ...) and multiprocessing do. "
             "Write it with model.save(path) and read it with qframework.load(path); "
-            "torch.save(model.state_dict(), ...) keeps only its tensors"
+            "torch.save(model.state_dict(), ...) keeps its tensors, for a model that is quantized in the same way"
         )
 
     def _example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -292,13 +292,23 @@ def why_not_plain(value: Tensor | None) -> str | None:
     return None
 
 
-# Key of a node's meta: sentences for a report on what calibration could not determine.
-CALIBRATION_NOTES = "qframework_calibration_notes"
+def plain_name(node: Node) -> str:
+    """``"matmul"`` of ``matmul_3``, for reasons: they are then equal in repeated layers, and are logged once."""
+    return re.sub(r"_\d+$", "", node.name)
 
 
-def calibration_notes(node: Node) -> str:
-    """What calibration could not determine about a layer, usually ``""``. Lost when the graph is captured again."""
-    return "; ".join(node.meta.get(CALIBRATION_NOTES, ()))
+# Key of a node's meta: sentences for a report on what stays in float and why.
+_NOTES = "qframework_notes"
+
+
+def add_note(node: Node, what: str) -> None:
+    """Note why a layer, or a part of it, is not quantized: calibration did not reach it, say, or no kernel exists."""
+    node.meta[_NOTES] = [*node.meta.get(_NOTES, ()), what]
+
+
+def notes_of(node: Node) -> str:
+    """The notes on a layer in one line, usually ``""``. Lost when the graph is captured again."""
+    return "; ".join(node.meta.get(_NOTES, ()))
 
 
 class Constants:

@@ -16,6 +16,7 @@ from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quanti
 from qframework.errors import UnsupportedError
 from qframework.fallbacks import Fallbacks
 from qframework.graph.attention.replace import name_shapes
+from qframework.graph.nodes import add_note
 from qframework.graph.rewrites.cast_late import cast_late
 from qframework.graph.rewrites.einsum_linears import expand_exported_einsum_linears
 from qframework.graph.rewrites.expand_einsum import expand_einsum
@@ -300,6 +301,7 @@ class QFrameworkQuantizer(Quantizer):
             if rule is None or rule.kind != "global":
                 raise
             keep_in_float(node)
+            add_note(node, error.reason)
             left.setdefault(error.reason, []).append(layer_name(node))
 
     def _annotate_linears(self, model: GraphModule, shared: SharedObservers) -> None:

@@ -14,7 +14,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from qframework.compat.torchao import FROM_NODE_KEY, create_getattr_from_value
 from qframework.errors import CalibrationError
-from qframework.graph.nodes import CALIBRATION_NOTES
+from qframework.graph.nodes import add_note
 from qframework.graph.rewrites.detached import write_detaches
 from qframework.numerics import MIN_AMAX, QMAX, QMIN, affine_parameters, scale_from_amax
 
@@ -131,9 +131,9 @@ class StaticObserver:
         """Log ``what`` once, with a name in its braces, count it, and note it at the layers for ``explain``."""
         layer, _, role = self.layer.partition(":")
         for reader in node.users:
-            _note(reader, what.format("its input" if role in ("", "output") else f"its {role}"))
+            add_note(reader, what.format("its input" if role in ("", "output") else f"its {role}"))
         if role == "output":
-            _note(node.all_input_nodes[0], what.format("its output"))
+            add_note(node.all_input_nodes[0], what.format("its output"))
         if not self.reported:  # layers may share an observer
             self.reported = True
             uncalibrated[self.layer] += 1
@@ -160,10 +160,6 @@ class AsymmetricObserver(StaticObserver):
     def zero_point(self) -> Tensor | None:
         super().scale()
         return affine_parameters(*self.ends())[1]
-
-
-def _note(layer: Node, what: str) -> None:
-    layer.meta[CALIBRATION_NOTES] = [*layer.meta.get(CALIBRATION_NOTES, ()), what]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

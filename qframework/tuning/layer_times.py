@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import qframework.kernels  # noqa: F401  registers the operators
-from qframework.attention.softcap import softcapped_attention
+from qframework.attention.plain import plain_attention
 from qframework.quantizer.layer_costs import costs_on
 from qframework.tuning.layers import AttentionOperands, LinearOperands, Operands, TensorShape
 
@@ -135,7 +135,7 @@ class _Operands:
         bias = bias if bias is None or bias.dtype == torch.bool else bias.to(query.dtype)
         if softcap is not None:
             capped = bias, 0.0, call.is_causal, None, call.enable_gqa, softcap
-            return lambda: softcapped_attention(query, key, value, *capped)
+            return lambda: plain_attention(query, key, value, *capped)
         return lambda: F.scaled_dot_product_attention(query, key, value, bias, **flags)
 
     def _optional(self, like: TensorShape | None) -> Tensor | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qframework.attention import api, fallbacks
+from qframework.attention import fallbacks, left_to_pytorch
 
 
 @pytest.fixture
@@ -20,5 +20,5 @@ def no_fallbacks_yet() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def auto_is_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are about what is quantized; ``"auto"`` leaves nearly all calls on a CPU to PyTorch."""
-    monkeypatch.setattr(api, "pytorch_is_faster", lambda *call: False)
-    monkeypatch.setattr(api, "_LEFT_TO_PYTORCH", set())
+    monkeypatch.setattr(left_to_pytorch, "pytorch_is_faster", lambda *call: False)
+    monkeypatch.setattr(left_to_pytorch, "known_kinds", set())

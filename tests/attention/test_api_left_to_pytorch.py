@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from qframework import sage_attention, use_sage_attention
-from qframework.attention import api, fallbacks
+from qframework.attention import fallbacks, left_to_pytorch
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.auto import pytorch_is_faster
 
@@ -35,7 +35,7 @@ class TestLeftToPyTorch:
     @pytest.fixture(autouse=True)
     def faster(self, monkeypatch):
         seen = []
-        monkeypatch.setattr(api, "pytorch_is_faster", lambda *call: seen.append(call) or True)
+        monkeypatch.setattr(left_to_pytorch, "pytorch_is_faster", lambda *call: seen.append(call) or True)
         return seen
 
     def operands(self, dtype=torch.float16):
@@ -101,10 +101,10 @@ class TestLeftToPyTorch:
             sage_attention(forward_ad.make_dual(query, query), key, value)
 
     def test_only_so_many_kinds_are_remembered(self, monkeypatch):
-        monkeypatch.setattr(api, "_MAX_KINDS", 2)
+        monkeypatch.setattr(left_to_pytorch, "MAX_KINDS", 2)
         for tokens in range(1, 9):
             sage_attention(*[x[:, :, :tokens] for x in self.operands()])
-        assert len(api._LEFT_TO_PYTORCH) <= 2
+        assert len(left_to_pytorch.known_kinds) <= 2
 
     def test_scopes_do_not_intercept_it(self):
         operands = self.operands()

@@ -11,7 +11,7 @@ from attention_helpers import Attention, count_operators, qkv
 from torch import Tensor, nn
 
 from qframework import sage_attention, use_sage_attention
-from qframework.attention import api, fallbacks
+from qframework.attention import fallbacks, left_to_pytorch
 from qframework.kernels.attention import auto
 from qframework.kernels.attention.variants import AttentionVariant
 
@@ -161,7 +161,7 @@ def test_reduce_overhead_replays_with_new_inputs() -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_auto_on_a_cpu_is_pytorchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled in one graph, with sizes that change; counted when it is traced."""
-    monkeypatch.setattr(api, "pytorch_is_faster", auto.pytorch_is_faster)
+    monkeypatch.setattr(left_to_pytorch, "pytorch_is_faster", auto.pytorch_is_faster)
 
     def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with use_sage_attention():

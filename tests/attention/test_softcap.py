@@ -11,7 +11,7 @@ from attention_helpers import assert_within, exact_attention, expected_error, gr
 from torch import Tensor
 
 from qframework import sage_attention, sage_attention_varlen
-from qframework.attention import api, fallbacks
+from qframework.attention import fallbacks, left_to_pytorch
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.auto import Hopper, pytorch_is_faster
 
@@ -22,7 +22,7 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 @pytest.fixture(autouse=True)
 def auto_chooses(monkeypatch: pytest.MonkeyPatch, auto_is_a_variant: None) -> None:
     """By its own rule, as for users."""
-    monkeypatch.setattr(api, "pytorch_is_faster", pytorch_is_faster)
+    monkeypatch.setattr(left_to_pytorch, "pytorch_is_faster", pytorch_is_faster)
 
 
 def large(heads_of_keys: int = 4, queries: int = 20, keys: int = 30) -> list[Tensor]:
@@ -112,7 +112,7 @@ def test_a_call_without_a_cap_is_no_model_for_one_with_it() -> None:
     """Repeated calls that are left to PyTorch are recognised by their kind."""
     operands = large()
     plain = sage_attention(*operands)
-    assert api._LEFT_TO_PYTORCH
+    assert left_to_pytorch.known_kinds
     capped = sage_attention(*operands, softcap=5.0)
     assert float((capped - plain).norm() / plain.norm()) > 0.3
     assert torch.equal(sage_attention(*operands), plain)

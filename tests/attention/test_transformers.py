@@ -23,8 +23,6 @@ from transformers import (
     AttentionMaskInterface,
     BertConfig,
     BertModel,
-    GptOssConfig,
-    GptOssModel,
     LlamaConfig,
     LlamaForCausalLM,
     SamConfig,
@@ -293,17 +291,6 @@ def test_a_cached_step_matches_the_step_without_a_cache() -> None:
     cache = model(tokens[:, :15]).past_key_values
     step = model(tokens[:, 15:], past_key_values=cache).logits
     assert_near(step, model(tokens).logits[:, 15:])
-
-
-@torch.no_grad()
-def test_unsupported_arguments_are_refused() -> None:
-    """GPT-OSS has attention sinks; ignoring them would give plausible wrong results."""
-    extra = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    settings = GptOssConfig(**TINY, num_key_value_heads=2, vocab_size=40, head_dim=16, **extra)
-    settings._attn_implementation = "qframework"
-    model = GptOssModel(settings).eval()
-    with pytest.raises(UnsupportedError, match=r"Attention: s_aux must be None with .*qframework"):
-        model(torch.randint(3, 40, (1, 8)))
 
 
 def test_the_unused_part_of_a_static_cache_has_no_effect() -> None:

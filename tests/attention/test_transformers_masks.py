@@ -15,6 +15,7 @@ from attention_helpers import Operators
 from torch import Tensor, nn
 
 from qframework.attention import fallbacks
+from qframework.attention.kv_cache import Int8Cache
 from qframework.attention.transformers import attention_function, register
 from qframework.errors import UnsupportedError
 from qframework.numerics import sqnr_db
@@ -98,13 +99,96 @@ def test_selected_keys_are_seen_where_the_mask_lets_them(dtype: torch.dtype) -> 
         attend(nn.Module(), q, k, v, None, indices=indices)
 
 
-@pytest.mark.parametrize("name", ["s_aux", "sinks", "block_indices"])
-def test_arguments_that_no_variant_supports_are_named(name: str) -> None:
+def test_arguments_that_no_variant_supports_are_named() -> None:
     q = torch.randn(1, 2, 8, 16)
     attend = attention_function("unquantized", True)
-    attend(nn.Module(), q, q, q, None, **{name: None})
-    with pytest.raises(UnsupportedError, match=f"Module: {name} must be None with attn_implementation='qframework'"):
-        attend(nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
+    attend(nn.Module(), q, q, q, None, block_indices=None)
+    with pytest.raises(UnsupportedError, match=r"Module: block_indices must be None with .*='qframework'"):
+        attend(nn.Module(), q, q, q, None, block_indices=torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("module", "family", "sizes"),
+    [
+        ("bloom", "Bloom", {"n_layer": 2, "n_head": 4, "hidden_size": 64}),
+        ("mpt", "Mpt", {"n_layers": 2, "n_heads": 4, "d_model": 64, "max_seq_len": 64}),
+        ("gpt_neox_japanese", "GPTNeoXJapanese", DECODER | {"intermediate_multiple_size": 2}),
+        ("longformer", "Longformer", DECODER | {"attention_window": 16}),
+    ],
+)
+@torch.no_grad()
+def test_models_that_compute_attention_themselves_keep_their_masks(
+    module: str, family: str, sizes: dict[str, Any]
+) -> None:
+    """They would add a boolean mask to their logits as ones and zeros."""
+    model_type, config = found(module, f"{family}Model"), found(module, f"{family}Config")
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[1, 15:] = 0
+    outputs = []
+    for name in ("eager", NAME):
+        torch.manual_seed(0)
+        model = model_type._from_config(config(**TEXT | sizes), attn_implementation=name).eval()
+        outputs.append(model(input_ids=tokens(), attention_mask=mask).last_hidden_state[0])
+    assert torch.equal(*outputs)
+    code = vars(importlib.import_module(model_type.__module__))
+    asked = "create_causal_mask" in code or "create_bidirectional_mask" in code  # older versions make masks elsewhere
+    assert list(fallbacks) == [f"the models of {family}Config compute attention themselves"] * asked
+    fallbacks.clear()
+
+
+# Sinks ----------------------------------------------------------------------------------------------------------------
+
+SINKS = DECODER | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
+FEW_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def with_sinks(model: nn.Module) -> nn.Module:
+    """Sinks that matter and differ from head to head, where a model keeps one for each."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.constant_(parameter, 0.0).add_(torch.linspace(-1, 3, parameter.numel()))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("module", "family", "more"),
+    [
+        ("gpt_oss", "GptOss", FEW_EXPERTS),
+        ("granite_swa", "GraniteSWA", {}),
+        ("inkling2", "Inkling2Text", {"swa_head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}),
+    ],
+)
+@torch.no_grad()
+def test_sinks_of_heads_and_of_tokens(module: str, family: str, more: dict[str, Any]) -> None:
+    """Also with the cache that a step reads; in Inkling 2 a layer computes a sink for each token."""
+    model_type, config = found(module, f"{family}Model"), found(module, f"{family}Config")
+    sizes = {**SINKS, **more, "use_cache": True}
+    ids, outputs = tokens(), []
+    for name in ("eager", NAME):
+        torch.manual_seed(0)
+        model = with_sinks(model_type._from_config(config(**sizes), attn_implementation=name).eval())
+        whole = model(input_ids=ids).last_hidden_state
+        cache = model(input_ids=ids[:, :20]).past_key_values
+        outputs.append((whole, model(input_ids=ids[:, 20:], past_key_values=cache).last_hidden_state))
+    (wanted, wanted_step), (got, step) = outputs
+    assert sqnr_db(wanted, got) > 90
+    assert sqnr_db(wanted_step, step) > 90
+    assert sqnr_db(wanted[:, 20:], step) > 90
+
+
+@torch.no_grad()
+def test_sinks_beside_an_int8_cache() -> None:
+    """A step attends to dequantized keys and values, since its kernel has no sinks."""
+    model_type, config = found("granite_swa", "GraniteSWAForCausalLM"), found("granite_swa", "GraniteSWAConfig")
+    torch.manual_seed(0)
+    sizes = SINKS | {"use_cache": True, "initializer_range": 0.1}  # larger logits amplify what is rounded
+    model = with_sinks(model_type._from_config(config(**sizes), attn_implementation=NAME).eval())
+    ids = tokens()
+    cache = Int8Cache(model.config)
+    model(input_ids=ids[:, :20], past_key_values=cache)
+    step = model(input_ids=ids[:, 20:], past_key_values=cache).logits
+    wanted = model(input_ids=ids).logits[:, 20:]
+    assert 30 < sqnr_db(wanted, step) < 90
 
 
 # Masks ----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from softcap_models import CAP, FAMILIES, TEXT, model_of
 
-from qframework.attention import api, fallbacks
+from qframework.attention import fallbacks, left_to_pytorch
 from qframework.attention.transformers import attention_function, register
 from qframework.kernels.attention.auto import pytorch_is_faster
 from qframework.numerics import sqnr_db
@@ -24,7 +24,7 @@ from qframework.numerics import sqnr_db
 def registered(monkeypatch: pytest.MonkeyPatch, auto_is_a_variant: None) -> Iterator[None]:
     register()
     register("qframework_sage_b", variant="sage_b")
-    monkeypatch.setattr(api, "pytorch_is_faster", pytorch_is_faster)
+    monkeypatch.setattr(left_to_pytorch, "pytorch_is_faster", pytorch_is_faster)
     fallbacks.clear()
     yield
     fallbacks.clear()

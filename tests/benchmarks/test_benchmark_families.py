@@ -210,7 +210,8 @@ def test_the_newest_run_of_each_architecture_is_shown(tmp_path):
     assert "| gpt2 | 8 | 1 |  |  |  | **2** |" in first
     assert "| t5_base | 8 | 1 |  |  |  | **1** |" in first
     assert "| throughput | 2 |" in first
-    assert all(f"commit{day}" in text for day in (1, 2))
+    assert all(f"| 2026-01-0{day} | `commit{day}` | " in text for day in (1, 2))
+    assert text.count("device: GPU A") == text.count("device: GPU B") == 1
 
 
 def test_tiny_parameters_are_enlarged():

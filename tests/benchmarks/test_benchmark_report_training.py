@@ -291,6 +291,23 @@ def test_peers_that_are_faster_are_listed(tmp_path: Path) -> None:
     assert "Nowhere in these runs." in page(tmp_path)
 
 
+def test_tables_show_the_newest_run_of_each_case(tmp_path: Path) -> None:
+    """What an older run found slower is not told any more, nor what only it measured left out."""
+    target = find("gelu forward, hidden 8192", "PyTorch FP16")
+    older, newer = records(target, 4.0, 1.0), records(target, 1.0, 4.0)
+    more = [Record(**{**vars(record), "op": "silu forward"}) for record in older]
+    machine = {**MACHINE, "date": "2026-01-01T00:00:00", "commit": "older"}
+    results = Results(older[0].benchmark, machine, tmp_path / "results" / "training" / "older.json")
+    results.path.parent.mkdir(parents=True)
+    results.add(*older, *more)
+    write_records(tmp_path / "results", newer)
+    text = page(tmp_path)
+    assert "| gelu forward 8192,8192 | INT8 blocks of 32 | 0.25" not in text
+    assert "| silu forward 8192,8192 | INT8 blocks of 32 | 0.25" in text
+    tables = text[text.index("## Operators between INT8 blocks") :]
+    assert tables.count("\n| gelu forward ") == tables.count("\n| silu forward ") == 1
+
+
 def test_other_chips_are_shown_without_a_verdict(tmp_path: Path) -> None:
     target = find("gelu forward, hidden 8192", "PyTorch FP16")
     write_records(tmp_path / "results", records(target, 1.0, 4.0), device="Chip 9000")

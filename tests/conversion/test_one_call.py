@@ -298,6 +298,47 @@ def test_layers_under_autocast_are_logged(caplog) -> None:
     assert "is quantized, so the result computes in float" not in caplog.text
 
 
+def test_layers_inside_no_grad_are_reached(caplog) -> None:
+    """As the indexers of DeepSeek types: the export holds them in a higher-order operator, the quantizer inlines it."""
+
+    class Scope(MLP):
+        @torch.no_grad()
+        def chosen(self, x):
+            return self.fc1(x).relu()
+
+        def forward(self, x):
+            return self.head(self.fc2(self.chosen(x)))
+
+    quantized = quantize(Scope().eval(), torch.randn(4, 16), dynamic_int8(), skip=())
+    assert lowered(quantized) == {"fc1", "fc2", "head"}
+    assert "stay in float" not in caplog.text
+
+
+class Rotated(nn.Module):
+    """Replaces a part of the queries of joined tokens in place, as CogView4 and CogVideoX rotate those of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, text, image):
+        query = self.query(torch.cat([text, image], 1))
+        query[:, 3:] = query[:, 3:].flip(-1)
+        return self.out(query)
+
+
+@pytest.mark.parametrize("weight", ["per_channel", "per_tensor"])
+def test_weights_of_values_that_are_written_are_kept_in_int8(weight, tmp_path) -> None:
+    model, inputs = Rotated().eval(), (torch.randn(2, 3, 16), torch.randn(2, 5, 16))
+    quantized = quantize(model, inputs, static_int8(weight=weight), [inputs])
+    assert lowered(quantized) == {"query", "out"}
+    matrices = [tensor for tensor in quantized.state_dict().values() if tensor.ndim == 2]
+    assert [tensor.dtype for tensor in matrices] == [torch.int8] * 2
+    assert numerics.sqnr_db(model(*inputs), quantized(*inputs)) > 30
+    quantized.save(tmp_path / "rotated.pt2")
+    assert torch.equal(qframework.load(tmp_path / "rotated.pt2")(*inputs), quantized(*inputs))
+
+
 def test_a_quantizer_keeps_its_rules() -> None:
     x = torch.randn(4, 16)
     quantizer = QFrameworkQuantizer().set_global(dynamic_int8())

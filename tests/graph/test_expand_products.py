@@ -216,6 +216,32 @@ def test_grouped_products_of_experts_are_reported(transposed):
     assert "the tokens of each expert by a matrix of its own" in layer.reason
 
 
+class TakenExperts(nn.Module):
+    """Takes the matrices of each token's expert, as ``batched_mm`` of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x, experts):
+        x = torch.bmm(self.up[experts], x.unsqueeze(-1)).squeeze(-1)
+        return (x.unsqueeze(1) @ self.down.index_select(0, experts)).squeeze(1) + x.mean(-1, keepdim=True)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("exported", [False, True])
+def test_matrices_that_are_taken_for_each_token_are_reported(exported):
+    model, inputs = TakenExperts().eval(), (torch.randn(6, 8), torch.tensor([0, 3, 1, 1, 2, 0]))
+    if exported:
+        model = torch.export.export(model, inputs).module()
+    with torch.no_grad():
+        layers = explain(model, inputs, options={"linear": "int8_dynamic"}).layers
+    assert len(layers) == 2
+    for layer in layers:
+        assert "the tokens of each expert by a matrix of its own" in layer.reason
+        assert (layer.lowered, layer.fallback) == (False, True)
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_products_that_stay_in_float_are_reported():
     """Experts with a weight each, an einsum, factors and matrices instead of a bias."""

@@ -93,6 +93,20 @@ def test_static(name: str) -> None:
     assert not reports["gate"].fallback
 
 
+class CastGate(Experts):
+    """Casts the weight of the gate in each call, as DeepSeek types do."""
+
+    def forward(self, x):
+        x = self.mix(x)
+        return self.choose(nn.functional.linear(x.float(), self.gate.weight.type(torch.float32).clone())), x
+
+
+def test_a_choice_with_a_weight_that_is_cast() -> None:
+    model, x = CastGate(softmax_topk).eval(), torch.randn(2, 160, 64)
+    reports = qframework.quantize(model, x, "static_int8", [x]).explain().layers
+    assert [(each.lowered, "it chooses" in each.reason) for each in reports] == [(True, False), (False, True)]
+
+
 def test_choices_are_those_of_the_float_model() -> None:
     torch.manual_seed(0)
     model = Experts(softmax_topk).eval()

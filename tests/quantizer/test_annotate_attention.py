@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer import ComposableQuantizer
 
+from qframework import explain
 from qframework.errors import CalibrationError, UnsupportedError
 from qframework.numerics import sqnr_db
 from qframework.quantizer import (
@@ -357,6 +358,15 @@ class Clamped(SpelledOut):
         return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
 
 
+class LogitsRead(SpelledOut):
+    """Others read the logits too, as the writes to a part of them do that add relative positions without a token."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        logits = q @ k.transpose(-2, -1)
+        return logits.softmax(-1) @ v + logits.mean()
+
+
 class Wide(SpelledOut):
     """With more channels in a head than a kernel takes."""
 
@@ -365,9 +375,17 @@ class Wide(SpelledOut):
         return F.scaled_dot_product_attention(q, q, q)[..., :16]
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Clamped, "clamp"), (Wide, "at most 256 channels per head, got 288")])
-def test_attention_that_no_kernel_computes(x, kind, reason, caplog):
-    """It stays in float, and is an error where a rule names it."""
+NO_KERNEL = {
+    Clamped: "clamp",
+    LogitsRead: "its matmul has other readers too: mean, softmax",
+    Wide: "at most 256 channels per head, got 288",
+}
+
+
+@pytest.mark.parametrize("kind", NO_KERNEL)
+def test_attention_that_no_kernel_computes(x, kind, caplog):
+    """It stays in float for a reason that is told once and that explain gives; it is an error where a rule names it."""
+    reason = NO_KERNEL[kind]
     model = nn.Sequential(kind(), kind(), SpelledOut())
     fallbacks.clear()
     converted = quantized(model, QFrameworkQuantizer().set_global(static_attention()), x)
@@ -375,6 +393,11 @@ def test_attention_that_no_kernel_computes(x, kind, reason, caplog):
     assert [(reason in text, times) for text, times in fallbacks.items()] == [(True, 2)]
     (message,) = [record.message for record in caplog.records if "stays in float" in record.message]
     assert "QFrameworkQuantizer: attention such as '0' stays in float (2 in all): " in message
+    left = [layer for layer in explain(converted, x).of("attention").layers if not layer.lowered]
+    assert [(layer.name, layer.fallback, reason in layer.reason) for layer in left] == [
+        ("0", True, True),
+        ("1", True, True),
+    ]
     with pytest.raises(UnsupportedError, match=rf"layer '1': .*{reason}.*set_module_name\('1', None\)"):
         quantized(model, QFrameworkQuantizer().set_module_name("1", static_attention()), x)
 

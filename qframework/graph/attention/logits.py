@@ -22,7 +22,16 @@ from qframework.graph.attention.call import (
     shape_of,
 )
 from qframework.graph.attributes import is_zeros_and_ones
-from qframework.graph.nodes import argument, behind, fake_value, is_inactive_dropout, operation, traced_number, users
+from qframework.graph.nodes import (
+    argument,
+    behind,
+    fake_value,
+    is_inactive_dropout,
+    operation,
+    plain_name,
+    traced_number,
+    users,
+)
 from qframework.graph.shapes import same, same_shape
 
 
@@ -184,12 +193,14 @@ class Logits:
                 raise
             x, by, logits = by, x, cls.trace(by, factor)
         if fake_value(by) is None:
-            raise Refused(f"its logits must be scaled by a constant, got {by.name}, a number from the graph")
+            raise Refused(f"its logits must be scaled by a constant, got {plain_name(by)}, a number from the graph")
         if logits.softcap is not None:
-            raise Refused(f"its logits must be capped by a number, got {by.name}, a tensor that scales capped ones")
+            raise Refused(
+                f"its logits must be capped by a number, got {plain_name(by)}, a tensor that scales capped ones"
+            )
         if logits.summands or shape_of(x) != logits.shape or (shape_of(by) or (1,))[-1:] != (1,):
             raise Refused(
-                f"its logits must be scaled by one factor per row, got {by.name} of shape {tuple(shape_of(by))}"
+                f"its logits must be scaled by one factor per row, got {plain_name(by)} of shape {tuple(shape_of(by))}"
             )
         logits.row_factors.append((by, divides))
         return logits
@@ -287,7 +298,7 @@ class Logits:
             logits.nodes.append(mask)
             mask = argument(mask, 0, "input", "self")  # broadcasts as well
         if fill is None or factor * fill > NO_WEIGHT or shape_of(x) != shape_of(node):
-            raise Refused(f"its logits must be filled with a number below {NO_WEIGHT:.0f}, got {node.name}")
+            raise Refused(f"its logits must be filled with a number below {NO_WEIGHT:.0f}, got {plain_name(node)}")
         logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=seen))
         return logits
 

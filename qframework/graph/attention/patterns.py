@@ -35,7 +35,16 @@ from qframework.graph.attention.call import (
 )
 from qframework.graph.attention.logits import Logits, constant_number, unscaled
 from qframework.graph.attention.same_mask import same_mask
-from qframework.graph.nodes import CASTS, argument, fake_value, is_inactive_dropout, operation, traced_number, users
+from qframework.graph.nodes import (
+    CASTS,
+    argument,
+    fake_value,
+    is_inactive_dropout,
+    operation,
+    plain_name,
+    traced_number,
+    users,
+)
 from qframework.graph.selections import Selection, keeps_dimension, selection
 from qframework.graph.shapes import same, same_shape
 from qframework.graph.writes import is_written, written_between
@@ -60,7 +69,7 @@ def sdpa_call(node: Node) -> AttentionCall | None:
         raise Refused(f"its dropout_p must be 0, got {dropout_p}")
     for name, given in (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa)):
         if isinstance(given, Node):
-            raise Refused(f"its {name} must be a number, got {given.name}, which the graph computes")
+            raise Refused(f"its {name} must be a number, got {plain_name(given)}, which the graph computes")
     shape = _logits_shape(query, key)
     summands = [_mask_summand(mask, shape)] if mask is not None else []
     enable_gqa = enable_gqa or share_one_head(query, key, value)
@@ -184,7 +193,8 @@ def _require_private(node: Node, own: set[Node]) -> None:
     """Raise Refused if others read a node too; a row's maximum, which belongs to ``own``, is a second reader."""
     readers = users(node)
     if len(readers) > 1 and not own.issuperset(readers):
-        raise Refused(f"its {node.name} has other readers too: {', '.join(user.name for user in readers)}")
+        names = sorted({plain_name(user) for user in readers})
+        raise Refused(f"its {plain_name(node)} has other readers too: {', '.join(names)}")
 
 
 def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:

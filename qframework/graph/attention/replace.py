@@ -18,6 +18,7 @@ from qframework.graph.nodes import (
     is_assertion,
     needs_gradient,
     operation,
+    plain_name,
     untransposed,
     users,
     why_not_plain,
@@ -30,7 +31,7 @@ def _require_computable(call: AttentionCall) -> None:
     end = fake_value(call.end)
     for operand in (call.query, call.key, call.value, call.end):
         if (reason := why_not_plain(fake_value(operand))) is not None:
-            raise Refused(f"{operand.name} {reason}")
+            raise Refused(f"{plain_name(operand)} {reason}")
     if end is None or end.dtype not in FLOAT_DTYPES:
         dtype = None if end is None else end.dtype
         raise Refused(f"its result must be float32, float16 or bfloat16, got {dtype}")
@@ -39,7 +40,7 @@ def _require_computable(call: AttentionCall) -> None:
     operands = [call.query, call.key, call.value, *(s.value for s in call.summands), *(t for t, _ in call.row_factors)]
     operands += [call.sinks] if call.sinks is not None else []
     if (writer := written_between(call.first or call.end, call.end, operands, set(call.between))) is not None:
-        raise Refused(f"{writer.name} changes one of its operands in place between its products")
+        raise Refused(f"{plain_name(writer)} changes one of its operands in place between its products")
     if _is_partly_without_gradients(call):
         raise Refused("its products, or what is between them, are partly within torch.no_grad, and gradients are on")
     for node in call.between:
@@ -47,7 +48,7 @@ def _require_computable(call: AttentionCall) -> None:
             continue  # unknown, as of sizes that depend on data: each node reads the one before it, which is replaced
         for written in sorted(written_inputs(node) - set(call.between)):
             if not (written.op.startswith("call") and allocates(written) and users(written) == [node]):
-                raise Refused(f"its {node.name} writes into {written.name}, which others may read")
+                raise Refused(f"its {plain_name(node)} writes into {plain_name(written)}, which others may read")
 
 
 def _is_partly_without_gradients(call: AttentionCall) -> bool:

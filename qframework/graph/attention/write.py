@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from qframework.compat.dynamo import recorded_value
 from qframework.graph.attention.call import AttentionCall, Refused, Summand, shape_of
 from qframework.graph.attention.relative_position import RelativePositions, decomposed, is_grid, is_height, is_width
-from qframework.graph.nodes import VIEWS, add_call, fake_value, operation, untransposed
+from qframework.graph.nodes import VIEWS, add_call, fake_value, operation, plain_name, untransposed
 from qframework.graph.shapes import same, same_shape, splits_first, traced_size
 from qframework.graph.writes import written_between
 
@@ -337,5 +337,5 @@ def _breaks(node: Node, values: dict[Node, Tensor]) -> bool:
 def _fake(node: Node) -> Tensor:
     fake = fake_value(node)
     if fake is None:
-        raise Refused(f"tracing recorded no tensor for its {node.name}")
+        raise Refused(f"tracing recorded no tensor for its {plain_name(node)}")
     return fake

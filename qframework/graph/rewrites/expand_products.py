@@ -94,6 +94,8 @@ def why_no_linear(node: Node, value_of: ValueOf) -> str | None:
     if is_grouped(node):
         read = [_parameter(each, value_of) for each in node.all_input_nodes]
         return _GROUPED if any(weight is not None for weight in read) else None
+    if _takes_matrices(node, value_of):
+        return _GROUPED
     name = operation(node)
     if name == "einsum":
         operands = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (list, tuple)) else node.args[1:]
@@ -115,6 +117,23 @@ def is_grouped(node: Node) -> bool:
     """Whether a node multiplies the tokens of each expert by the expert's matrix: PyTorch's operator or a library's."""
     target = node.target
     return node.op == "call_function" and "grouped_mm" in f"{getattr(target, '__name__', '')} {target}"
+
+
+def _takes_matrices(node: Node, value_of: ValueOf) -> bool:
+    """Whether a node multiplies by matrices that are taken from a parameter of several, as ``weights[experts]``."""
+    if operation(node) not in ("bmm", "matmul", "baddbmm"):
+        return False
+    for operand in node.all_input_nodes:
+        taken = untransposed(operand) or operand
+        source, *index = taken.args or (None,)
+        by_tensor = operation(taken) in ("index", "index_select") or (
+            operation(taken) == "getitem" and any(isinstance(each, Node) for each in index)
+        )
+        if by_tensor and isinstance(source, Node):
+            weight = _parameter(source, value_of)
+            if weight is not None and weight.ndim > 2:
+                return True
+    return False
 
 
 def _why_no_einsum(equation: str) -> str:

@@ -139,7 +139,7 @@ def pytorch_is_faster(
     masking: Masking,
     chip: Hopper | None,
     gradients: bool = False,
-    softcap: bool = False,
+    no_kernel: bool = False,
 ) -> bool:
     """Whether PyTorch has a kernel for this that is faster than all accurate variants.
 
@@ -157,10 +157,10 @@ def pytorch_is_faster(
         chip: :func:`hopper_of` the device.
         gradients: whether gradients are needed, which the variants compute with PyTorch's kernels in any case. Those
             with a float mask are left to the variants, whose gradients are right for rows of the lowest float.
-        softcap: whether logits are capped, which no kernel of PyTorch's attention does. Written out in plain torch, the
-            logits pass through memory several times, so that on a GPU this is never chosen.
+        no_kernel: whether logits are capped, or beside sinks, which no kernel of PyTorch's attention does. Written out
+            in plain torch, the logits pass through memory several times, so that on a GPU this is never chosen.
     """
-    if softcap:
+    if no_kernel:
         return query.device.type == "cpu"
     if gradients and masking in ("float", "factors"):
         return False

@@ -1,4 +1,4 @@
-"""Attention with a soft cap on its logits in plain torch, for calls that no kernel of this package takes."""
+"""Attention with a soft cap on its logits, or with sinks, in plain torch, for calls that no kernel here takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from qframework.kernels.attention.arguments import default_scale
 
 
-def softcapped_attention(
+def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -18,9 +18,10 @@ def softcapped_attention(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    softcap: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention with a soft cap in plain torch: products in the operands' dtype, the logits between them in float32.
+    """Attention in plain torch: products in the operands' dtype, the logits between them in float32.
 
     The arguments are those of :func:`qframework.sage_attention`. A row in which every key is hidden is zero.
     """
@@ -28,7 +29,8 @@ def softcapped_attention(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
     wide = torch.promote_types(query.dtype, torch.float32)
     logits = ((query * default_scale(query, scale)) @ key.mT).to(wide)  # scaled first: float16 must not overflow
-    logits = softcap * torch.tanh(logits / softcap)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if is_causal:
         later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
         logits = logits.masked_fill(later, -torch.inf)
@@ -36,6 +38,19 @@ def softcapped_attention(
         boolean = attn_mask.dtype == torch.bool
         logits = logits.masked_fill(~attn_mask, -torch.inf) if boolean else logits + attn_mask
     hidden = (logits == -torch.inf).all(-1, keepdim=True)
-    weights = logits.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)  # without a gradient of NaN
+    logits = logits.masked_fill(hidden, 0.0)  # without a gradient of NaN
+    weights = logits.softmax(-1) if sinks is None else _beside(logits, sinks)
+    weights = weights.masked_fill(hidden, 0.0)
     weights = F.dropout(weights, dropout_p) if dropout_p > 0.0 else weights
     return weights.to(query.dtype) @ value
+
+
+def _beside(logits: Tensor, sinks: Tensor) -> Tensor:
+    """The weights of keys in a softmax over them and a sink."""
+    sinks = per_row(sinks).unsqueeze(-1).to(logits.dtype).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+
+def per_row(sinks: Tensor) -> Tensor:
+    """Sinks ``(Hq,)`` or ``(..., Hq, Nq)`` as a tensor that broadcasts to ``(..., Hq, Nq)``."""
+    return sinks.unsqueeze(-1) if sinks.ndim == 1 else sinks
