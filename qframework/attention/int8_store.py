@@ -91,6 +91,7 @@ class Int8Store:
         is_causal: bool = True,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of ``query (B, H, N, D)`` to all stored tokens, ``(B, H, N, Dv)``; see :func:`decode_attention`.
 
@@ -100,8 +101,7 @@ class Int8Store:
         assert self._length is not None
         window = self.window if mask is None else None
         key, value, scales = self._buffer("key"), self._buffer("value"), self._cache[2]
-        mean = None if softcap is None else self._mean
-        options = (mask, is_causal, window, scale, softcap, mean)
+        options = (mask, is_causal, window, scale, softcap, self._mean, sinks)
         return decode_attention(query, key, value, scales, self._length[:1], *options)
 
     def _buffer(self, which: Literal["key", "value"]) -> Tensor:

@@ -166,9 +166,9 @@ def _attention_forward(
     sinks = s_aux if sinks is None else sinks.squeeze(-1)
     store = store_of(key, value)
     if store is not None:
-        if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None and sinks is None:
+        if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            out = store.attend(query, attention_mask, attention_mask is None and causal, scaling, softcap)
+            out = store.attend(query, attention_mask, attention_mask is None and causal, scaling, softcap, sinks)
             return out.transpose(1, 2).contiguous(), None
         key, value = store.floats("key"), store.floats("value")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

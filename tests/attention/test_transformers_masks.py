@@ -178,7 +178,7 @@ def test_sinks_of_heads_and_of_tokens(module: str, family: str, more: dict[str, 
 
 @torch.no_grad()
 def test_sinks_beside_an_int8_cache() -> None:
-    """A step attends to dequantized keys and values, since its kernel has no sinks."""
+    """A step's weights are beside the sink, and of keys with their mean, which the cache keeps apart."""
     model_type, config = found("granite_swa", "GraniteSWAForCausalLM"), found("granite_swa", "GraniteSWAConfig")
     torch.manual_seed(0)
     sizes = SINKS | {"use_cache": True, "initializer_range": 0.1}  # larger logits amplify what is rounded
@@ -186,7 +186,9 @@ def test_sinks_beside_an_int8_cache() -> None:
     ids = tokens()
     cache = Int8Cache(model.config)
     model(input_ids=ids[:, :20], past_key_values=cache)
-    step = model(input_ids=ids[:, 20:], past_key_values=cache).logits
+    with Operators() as operators:
+        step = model(input_ids=ids[:, 20:], past_key_values=cache).logits
+    assert operators.count("decode_attention") == 2
     wanted = model(input_ids=ids).logits[:, 20:]
     assert 30 < sqnr_db(wanted, step) < 90
 

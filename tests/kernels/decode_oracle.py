@@ -58,13 +58,13 @@ def visible(cache: Cache, tokens: int, mask: Tensor | None, causal: bool, window
 def exact(
     query: Tensor, cache: Cache, mask: Tensor | None = None, causal: bool = False, window: int | None = None,
     scale: float | None = None, p_error: float = P_ERROR, q_error: float = Q_ERROR, softcap: float | None = None,
-    key_mean: Tensor | None = None,
+    key_mean: Tensor | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """FP64 attention, and what rounding Q, P and the result may change of it."""
     group = query.shape[1] // cache.key.shape[1]
     scales = cache.scales.double().nan_to_num(0.0)
     key = cache.key.double() * scales[..., :1]
-    if softcap is not None and key_mean is not None:
+    if key_mean is not None and not (softcap is None and sinks is None):
         key = key + key_mean.double()[:, :, None]
     key = key.repeat_interleave(group, 1)
     value = (cache.value.double() * scales[..., 1:]).repeat_interleave(group, 1)
@@ -78,7 +78,13 @@ def exact(
         logits = logits + added
     logits = logits.masked_fill(~visible(cache, query.shape[2], mask, causal, window), -math.inf)
     dead = (logits == -math.inf).all(-1, keepdim=True)
-    p = logits.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    logits = logits.masked_fill(dead, 0.0)
+    if sinks is None:
+        p = logits.softmax(-1)
+    else:
+        last = (sinks.view(1, -1, 1) if sinks.ndim == 1 else sinks).double().expand(logits.shape[:-1])
+        p = torch.cat([logits, last.unsqueeze(-1)], -1).softmax(-1)[..., :-1]
+    p = p.masked_fill(dead, 0.0)
     out = p @ value
     # A query is off by `q_error` of its largest value, so a logit by that times |k|; float32 sums add a little.
     largest = (q.abs().amax(-1, keepdim=True) * q_error) @ key.abs().sum(-1, keepdim=True).mT + 2.0**-18

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted
 
 SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
 PLAIN = {"MASK": "none", "MASK_PER_ROW": False, "CAUSAL": False, "WINDOW": False, "SPLIT": True}
-PLAIN |= {"softcap": None, "key_mean_ptr": None}
+PLAIN |= {"softcap": None, "key_mean_ptr": None, "sinks_ptr": None}
 KINDS = {
     "plain": PLAIN,
     "whole": {**PLAIN, "SPLIT": False},
@@ -29,6 +29,7 @@ KINDS = {
     "window": {**PLAIN, "CAUSAL": True, "WINDOW": True},
     "float_mask": {**PLAIN, "MASK": "float", "MASK_PER_ROW": True, "CAUSAL": True},
     "capped": {name: value for name, value in PLAIN.items() if name not in ("softcap", "key_mean_ptr")},
+    "sinks": {name: value for name, value in PLAIN.items() if name not in ("sinks_ptr", "key_mean_ptr")},
 }
 
 
@@ -50,7 +51,7 @@ def test_decode_attention(chip, channels, dtype, rows, kind, tmp_path):
     constants |= {"STAGES": plan.stages, "QUERIES": rows // 4, "BF16": dtype == "bf16", **flags}
     types = dict.fromkeys(_decode_attention_kernel.arg_names, "i32")
     types |= {"q_ptr": f"*{dtype}", "k_ptr": "*i8", "v_ptr": "*i8", "scales_ptr": "*bf16", "lengths_ptr": "*i32"}
-    types |= {"key_mean_ptr": "*fp32", "softcap": "fp32"}
+    types |= {"key_mean_ptr": "*fp32", "softcap": "fp32", "sinks_ptr": "*bf16"}
     types |= {"mask_ptr": "*fp16" if flags["MASK"] == "float" else "*i8", "top_ptr": "*fp32", "sum_ptr": "*fp32"}
     types |= {"out_ptr": "*fp32" if flags["SPLIT"] else f"*{dtype}", "logit_scale": "fp32"}
     compiled = compile_for(chip, _decode_attention_kernel, types, constants, num_warps=plan.warps)

@@ -148,6 +148,33 @@ def test_soft_caps_with_masks_windows_and_shares(implementation, place):
         assert_exact(got, query, cache, causal=True, window=40, scale=0.3, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("shape", ["one_key", "127", "odd_heads", "wide", "72", "lengths", "many_rows"])
+def test_sinks(implementation, place, shape, mean, dtype):
+    """Of keys with their mean, beside which a sink is another share; a row that sees no key is zero."""
+    batch, heads, kv, tokens, capacity, d, dv, lengths = SHAPES[shape]
+    cache = make_cache(batch, kv, capacity, d, dv, lengths, place)
+    query = torch.randn(batch, heads, tokens, d).to(place, dtype)
+    options = {"sinks": torch.linspace(-3, 5, heads, dtype=dtype, device=place)}
+    options["key_mean"] = torch.randn(batch, kv, d, device=place) if mean else None
+    assert_exact(run(implementation)(query, *cache, **options), query, cache, **options)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 3), (1, 4, 1), (2, 1, 3)])
+def test_sinks_of_tokens_with_masks_windows_caps_and_shares(implementation, place, sizes):
+    cache = make_cache(2, 2, 320, 32, 32, [310], place)
+    query, options = torch.randn(2, 4, 3, 32, device=place), {"sinks": 4 * torch.randn(sizes, device=place)}
+    options["sinks"][0, 0, 0] = -math.inf
+    for kind in ("padding", "bool", "float"):
+        mask = masks(kind, 310).to(place)
+        got = run(implementation)(query, *cache, mask, True, **options)
+        assert_exact(got, query, cache, mask=mask, causal=True, **options)
+    for plan in (None, DecodePlan(1, block_n=32), DecodePlan(7, block_n=32)):
+        got = run(implementation, plan)(query, *cache, None, True, 40, 0.3, softcap=2.0, **options)
+        assert_exact(got, query, cache, causal=True, window=40, scale=0.3, softcap=2.0, **options)
+
+
 def test_a_mean_without_a_cap_changes_nothing(implementation, place):
     cache = make_cache(1, 2, 100, 32, 32, [90], place)
     query, mean = torch.randn(1, 4, 1, 32, device=place), torch.randn(1, 2, 32, device=place)
@@ -160,9 +187,11 @@ def test_a_mean_without_a_cap_changes_nothing(implementation, place):
         ({"softcap": 0.0}, r"softcap must be None or a positive number up to 16384, got 0\.0"),
         ({"key_mean": torch.zeros(1, 2, 31)}, r"key_mean must have shape \(1, 2, 32\), got \(1, 2, 31\)"),
         ({"key_mean": torch.zeros(1, 2, 32).half()}, "key_mean must have dtype float32, got torch.float16"),
+        ({"sinks": torch.zeros(3)}, r"sinks must have shape \(4,\) or broadcast to \(1, 4, 1\), got \(3,\)"),
+        ({"sinks": torch.zeros(4).long()}, "sinks must have dtype .*, got torch.int64"),
     ],
 )
-def test_what_is_no_cap_or_mean_is_refused(options, reason):
+def test_what_is_no_cap_mean_or_sink_is_refused(options, reason):
     cache = make_cache(1, 2, 100, 32, 32, [90], "cpu")
     with pytest.raises(QFrameworkError, match=f"decode_attention: {reason}"):
         decode_attention(torch.randn(1, 4, 1, 32), *cache, **options)

@@ -82,6 +82,7 @@ def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     assert fits(x)
     assert not fits(arguments(rows=1))
     assert not fits(x._replace(softcap=50.0))
+    assert not fits(x._replace(sinks=torch.zeros(x.query.shape[1])))
     mask = torch.empty(2, 1, 1, 290, dtype=torch.bool, device="meta")
     assert fits(x._replace(attn_mask=mask))
     assert fits(x._replace(attn_mask=mask[0, 0, 0]))

@@ -32,6 +32,20 @@ class DecodeAttentionArguments(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     key_mean: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def mean_of_logits(self) -> Tensor | None:
+        """``key_mean`` where the weights depend on it: with a cap or a sink, the same added to all logits matters."""
+        return None if self.softcap is None and self.sinks is None else self.key_mean
+
+    @property
+    def sink_of_row(self) -> Tensor | None:
+        """``sinks`` as a view ``(B, H, N)``."""
+        if self.sinks is None:
+            return None
+        per_row = self.sinks.unsqueeze(-1) if self.sinks.ndim == 1 else self.sinks
+        return per_row.expand(self.query.shape[:3])
 
     @property
     def logit_scale(self) -> float:
@@ -67,7 +81,7 @@ class DecodeAttentionArguments(NamedTuple):
         check_dtype(NAME, "key", self.key, (torch.int8,))
         check_dtype(NAME, "value", self.value, (torch.int8,))
         check_dtype(NAME, "scales", self.scales, (torch.bfloat16,))
-        others = (*self._fields[1:6], "key_mean")
+        others = (*self._fields[1:6], "key_mean", "sinks")
         check_same_device(NAME, self.query, **{name: getattr(self, name) for name in others})
         for name in ("query", "key", "value"):
             if getattr(self, name).ndim != 4:
@@ -98,6 +112,12 @@ class DecodeAttentionArguments(NamedTuple):
         if self.key_mean is not None:
             check_dtype(NAME, "key_mean", self.key_mean, (torch.float32,))
             check_shape(NAME, "key_mean", self.key_mean, (batch, self.key.shape[1], self.query.shape[3]))
+        if self.sinks is not None:
+            check_dtype(NAME, "sinks", self.sinks, FLOAT_DTYPES)
+            shape, rows = tuple(self.sinks.shape), (batch, heads, tokens)
+            of_rows = len(shape) == 3 and all(m in (1, size) for m, size in zip(shape, rows, strict=True))
+            if not of_rows and shape != (heads,):
+                raise QFrameworkError(f"{NAME}: sinks must have shape ({heads},) or broadcast to {rows}, got {shape}")
         if self.window is not None and self.window < 1:
             raise QFrameworkError(f"{NAME}: window must be positive or None, got {self.window}")
         if self.attn_mask is None:

@@ -63,9 +63,9 @@ def decode_attention_ref(x: DecodeAttentionArguments) -> Tensor:
     q = x.query.float().unflatten(1, (-1, x.group)).flatten(2, 3) * x.logit_scale
     logits = exact_matmul(q, x.key[:, :, :keys].float().mT) * key_scale
     logits = logits.view(batch, heads, tokens, keys)
+    if x.mean_of_logits is not None:
+        logits = logits + exact_matmul(q, x.mean_of_logits.unsqueeze(-1)).view(batch, heads, tokens, 1)
     if x.softcap is not None:
-        if x.key_mean is not None:
-            logits = logits + exact_matmul(q, x.key_mean.unsqueeze(-1)).view(batch, heads, tokens, 1)
         logits = x.softcap * torch.tanh(logits / x.softcap)
     if x.mask is not None and x.mask.dtype != torch.bool:
         logits = logits + x.mask[..., :keys].float()
@@ -73,8 +73,11 @@ def decode_attention_ref(x: DecodeAttentionArguments) -> Tensor:
     if visible is not None:
         logits = logits.masked_fill(~visible, -torch.inf)
     top = logits.amax(-1, keepdim=True)
-    p = (logits - top.masked_fill(top == -torch.inf, 0.0)).exp()
-    total = p.sum(-1, keepdim=True)
+    sink = torch.full_like(top, -torch.inf) if x.sink_of_row is None else x.sink_of_row.float().unsqueeze(-1)
+    top = torch.maximum(top, sink)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    p = (logits - top).exp()
+    total = p.sum(-1, keepdim=True) + (sink - top).exp()
     p = p.view(*q.shape[:-1], keys)
     weights = torch.where(p == 0, 0.0, p * value_scale)
     out = exact_matmul(weights, x.value[:, :, :keys].float()).view(batch, heads, tokens, -1)
@@ -175,7 +178,7 @@ def _attend(x: DecodeAttentionArguments, plan: DecodePlan, shares: Shares) -> No
     """Write the shares, or with one split the result, by the general kernel."""
     (batch, _, tokens, channels), (_, kv, capacity, width) = x.query.shape, x.value.shape
     query, key, value = _aligned(x.query), _aligned(x.key), _aligned(x.value)
-    mask, kind = _kernel_mask(x)
+    (mask, kind), sinks = _kernel_mask(x), x.sink_of_row
     scales = x.scales if x.scales.stride()[2:] == (2, 1) else x.scales.contiguous()
     launch(_decode_attention_kernel, (cdiv(x.rows, plan.block_m), plan.splits, batch * kv))(
         query,
@@ -184,7 +187,8 @@ def _attend(x: DecodeAttentionArguments, plan: DecodePlan, shares: Shares) -> No
         scales,
         scales if x.lengths is None else x.lengths,
         scales if mask is None else mask,
-        None if x.key_mean is None or x.softcap is None else x.key_mean.contiguous(),
+        None if x.mean_of_logits is None else x.mean_of_logits.contiguous(),
+        sinks,
         *shares[:3],
         kv,
         x.group,
@@ -201,6 +205,7 @@ def _attend(x: DecodeAttentionArguments, plan: DecodePlan, shares: Shares) -> No
         *scales.stride()[:2],
         x.lengths.stride(0) if x.lengths is not None and x.lengths.shape[0] > 1 else 0,
         *((0,) * 4 if mask is None else mask.stride()),
+        *((0,) * 3 if sinks is None else sinks.stride()),
         D=channels,
         DV=width,
         READ_D=_readable(key),
@@ -311,7 +316,7 @@ def _kernel_mask(x: DecodeAttentionArguments) -> tuple[Tensor | None, str]:
 DECODE_ATTENTION = declare(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor scales, Tensor? lengths=None, "
     "Tensor? attn_mask=None, bool is_causal=False, int? window=None, float? scale=None, float? softcap=None, "
-    "Tensor? key_mean=None) -> Tensor",
+    "Tensor? key_mean=None, Tensor? sinks=None) -> Tensor",
     DecodeAttentionArguments,
     cpu=decode_attention_ref,
     cuda=decode_attention_triton,
@@ -331,6 +336,7 @@ def decode_attention(
     scale: float | None = None,
     softcap: float | None = None,
     key_mean: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a few queries to keys and values in INT8: ``softmax(query @ key.T * scale + attn_mask) @ value``.
 
@@ -351,7 +357,9 @@ def decode_attention(
         softcap: logits s become ``softcap * tanh(s / softcap)`` before ``attn_mask`` is added; positive. By the general
             kernel, on Hopper too.
         key_mean: ``(B, Hkv, D)`` fp32, the constant that the keys lack, on which the weights depend with a ``softcap``
-            alone.
+            or ``sinks`` alone.
+        sinks: the logit of one more key of each row, which has no value, as of :func:`qframework.sage_attention`:
+            ``(H,)``, or ``(B, H, N)`` with sizes of 1 where they are the same. By the general kernel, on Hopper too.
 
     Returns:
         ``(B, H, N, Dv)`` in ``query``'s dtype, in memory ``(B, N, H, Dv)``. A row that sees no key is zero.
@@ -365,7 +373,7 @@ def decode_attention(
         UnsupportedError: an unsupported dtype or head dimension; a GPU below sm_80.
         QFrameworkError: shapes or devices that do not match; a query that requires a gradient.
     """
-    refuse_gradients(NAME, "F.scaled_dot_product_attention", query=query, attn_mask=attn_mask)
+    refuse_gradients(NAME, "F.scaled_dot_product_attention", query=query, attn_mask=attn_mask, sinks=sinks)
     return torch.ops.qframework.decode_attention(
-        query, key, value, scales, lengths, attn_mask, is_causal, window, scale, softcap, key_mean
+        query, key, value, scales, lengths, attn_mask, is_causal, window, scale, softcap, key_mean, sinks
     )

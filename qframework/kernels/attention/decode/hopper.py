@@ -54,7 +54,9 @@ def fits(x: DecodeAttentionArguments) -> bool:
 
     It reads bool masks that are the same for all heads, and for all queries or one of up to 16 for each.
     """
-    if not HAS_GLUON or capability_of(x.query.device) != (9, 0) or x.rows <= FEW_ROWS or x.softcap is not None:
+    if x.softcap is not None or x.sinks is not None:
+        return False
+    if not HAS_GLUON or capability_of(x.query.device) != (9, 0) or x.rows <= FEW_ROWS:
         return False
     (batch, kv, capacity, width), channels = x.value.shape, x.key.shape[3]
     keys = capacity if x.window is None else min(capacity, x.window + x.query.shape[2])

@@ -106,7 +106,7 @@ def _load_queries(
 
 
 _NOT_SPECIALIZED = ["HKV", "GROUP", "N", "capacity", "mask_keys", "splits", "window", "stride_length"]
-_NOT_SPECIALIZED += [f"stride_m{x}" for x in "bhnk"]
+_NOT_SPECIALIZED += [*(f"stride_m{x}" for x in "bhnk"), *(f"stride_sink_{x}" for x in "bhn")]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -117,7 +117,8 @@ def _decode_attention_kernel(
     scales_ptr,  # (B, Hkv, capacity, 2) bf16: of K and of V
     lengths_ptr,  # (B,) or (1,) int32, with LENGTHS
     mask_ptr,  # (B, H, N, mask_keys) bool as int8, or float
-    key_mean_ptr,  # (B, Hkv, D) fp32, what the keys lack, with a soft cap; or None
+    key_mean_ptr,  # (B, Hkv, D) fp32, what the keys lack, with a soft cap or sinks; or None
+    sinks_ptr,  # (B, H, N) float: one more natural logit of each row, without a value; or None
     out_ptr,  # (B, N, H, DV), or with SPLIT (B * Hkv, splits, GROUP * QUERIES, DV) fp32
     top_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32, with SPLIT: maxima of the logits in base 2
     sum_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32, with SPLIT: sums of the weights
@@ -144,6 +145,9 @@ def _decode_attention_kernel(
     stride_mh,
     stride_mn,
     stride_mk,
+    stride_sink_b,
+    stride_sink_h,
+    stride_sink_n,
     D: tl.constexpr,
     DV: tl.constexpr,
     READ_D: tl.constexpr,  # channels that are read, at least D: of a padded row more, in whole vectors
@@ -209,6 +213,11 @@ def _decode_attention_kernel(
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is not None:  # the first share has it
+        sink_ptrs = sinks_ptr + b * stride_sink_b + h * stride_sink_h + i * stride_sink_n
+        sink = tl.load(sink_ptrs, mask=in_rows & (split == 0), other=float("-inf"))
+        top = sink.to(tl.float32) * _LOG2_E
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
     acc_even = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
     acc_odd = tl.zeros((BLOCK_M, BLOCK_DV // 2), tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
