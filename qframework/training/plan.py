@@ -427,7 +427,7 @@ def _find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Mo
         found = [modules[name] for name in fitting if not _ancestors(name) & set(fitting)]
     if not found:
         items = list_items(model)
-        example = f", perhaps {_listed(_patterns(items, items).values())}" if items else ""
+        example = f", perhaps {_listed(_patterns(items, items).values())}" if items else ", if it has any"
         raise UnsupportedError(
             "convert_to_int8_training: model must have transformer blocks, which are modules with normalizations, "
             f"attention and linears beside it, got a {type(model).__name__} without. Name its blocks in blocks="
