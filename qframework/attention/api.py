@@ -9,13 +9,13 @@ from torch import Tensor
 
 from qframework.arguments import described
 from qframework.attention import left_to_pytorch
-from qframework.attention.plain import per_row
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.kernels.attention.arguments import (
     SageAttentionArguments,
     VarlenArguments,
     check_softcap,
     default_scale,
+    sink_of_row,
 )
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
@@ -216,7 +216,8 @@ def attend(
 
 def _beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The output of a softmax over keys and a sink: with log-sum-exp L of the keys, ``out * sigmoid(L - sink)``."""
-    return (out * torch.sigmoid(lse - per_row(sinks)).unsqueeze(-1)).to(out.dtype)
+    lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # of a row without keys, whose sink may be -inf as well
+    return (out * torch.sigmoid(lse - sink_of_row(sinks)).unsqueeze(-1)).to(out.dtype)
 
 
 def _int8_gradient(

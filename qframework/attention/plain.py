@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qframework.kernels.attention.arguments import default_scale
+from qframework.kernels.attention.arguments import default_scale, sink_of_row
 
 
 def plain_attention(
@@ -47,10 +47,5 @@ def plain_attention(
 
 def _beside(logits: Tensor, sinks: Tensor) -> Tensor:
     """The weights of keys in a softmax over them and a sink."""
-    sinks = per_row(sinks).unsqueeze(-1).to(logits.dtype).expand(*logits.shape[:-1], 1)
+    sinks = sink_of_row(sinks).unsqueeze(-1).to(logits.dtype).expand(*logits.shape[:-1], 1)
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
-
-
-def per_row(sinks: Tensor) -> Tensor:
-    """Sinks ``(Hq,)`` or ``(..., Hq, Nq)`` as a tensor that broadcasts to ``(..., Hq, Nq)``."""
-    return sinks.unsqueeze(-1) if sinks.ndim == 1 else sinks

@@ -227,6 +227,11 @@ MAX_SOFTCAP = 2.0**14
 """The kernel's tanh makes a logit wrong by up to ``2**-22`` of the cap, here 0.004."""
 
 
+def sink_of_row(sinks: Tensor) -> Tensor:
+    """Sinks ``(H,)`` or ``(..., H, N)``, so that they broadcast to ``(..., H, N)``."""
+    return sinks.unsqueeze(-1) if sinks.ndim == 1 else sinks
+
+
 def check_softcap(name: str, softcap: float | None) -> None:
     """Raise QFrameworkError unless ``softcap`` is None or a positive number up to ``MAX_SOFTCAP``."""
     number = isinstance(softcap, int | float | torch.SymFloat) and not isinstance(softcap, bool)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention.arguments import MAX_HEAD_DIM, check_softcap
+from qframework.kernels.attention.arguments import MAX_HEAD_DIM, check_softcap, sink_of_row
 from qframework.kernels.attention.operands import check_offsets, query_memory_order
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.launch import power_of_2
@@ -42,10 +42,7 @@ class DecodeAttentionArguments(NamedTuple):
     @property
     def sink_of_row(self) -> Tensor | None:
         """``sinks`` as a view ``(B, H, N)``."""
-        if self.sinks is None:
-            return None
-        per_row = self.sinks.unsqueeze(-1) if self.sinks.ndim == 1 else self.sinks
-        return per_row.expand(self.query.shape[:3])
+        return None if self.sinks is None else sink_of_row(self.sinks).expand(self.query.shape[:3])
 
     @property
     def logit_scale(self) -> float:
