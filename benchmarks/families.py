@@ -43,7 +43,7 @@ ALONE = (
     "qframework_static_graphs",
 )
 REP_MS, SMOKE_REP_MS, MIN_RUNS = 120.0, 10.0, 10
-ROUNDS = 5  # of timing: the host of a shared machine takes twice as long for seconds, whatever it computes
+ROUNDS = 5  # of timing, by default: the host of a shared machine takes twice as long for seconds, whatever it computes
 COMPARED = 16  # samples of a batch whose outputs are compared with FP32
 
 
@@ -201,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone.add_argument("--no-latency", action="store_true", help="leave batch 1 out")
     alone.add_argument("--no-throughput", action="store_true", help="batch 1 only")
     parser.add_argument("--together", type=int, default=3, help="architectures that are compiled at the same time")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help=f"of timing; default: {ROUNDS}, more if hosts decide"
+    )
     add_limits(parser, jobs=12, check=400.0, time=20.0, total=3600.0, unit="one provider of one architecture")
     arguments = parser.parse_args(argv)
     device = choose_device(arguments.smoke)
@@ -211,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for start in range(0, len(names), arguments.together):  # an early end leaves whole architectures
         group = names[start : start + arguments.together]
         plans = plans_of(group, arguments.providers, device, arguments.smoke, not arguments.no_throughput, latency)
-        run_plans(results, Measurement, plans, Plan.identities, limits, arguments.jobs, rounds=ROUNDS)
+        run_plans(results, Measurement, plans, Plan.identities, limits, arguments.jobs, rounds=arguments.rounds)
     return results.exit_code
 
 

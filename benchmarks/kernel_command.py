@@ -37,6 +37,7 @@ def run(
     parser = argparse.ArgumentParser(name, description=description)
     parser.add_argument("--output", type=output_file, help="JSON file")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which no other case begins")
+    parser.add_argument("--only", default="", help="measure the shapes in whose description this text occurs")
     parser.add_argument("--smoke", action="store_true", help="one tiny shape, checked and not timed")
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,6 +47,8 @@ def run(
     results = {"what": description.strip(), "machine": describe_machine(device.type), "records": records}
     deadline = time.monotonic() + arguments.limit
     for shape, what in cases(arguments.smoke):
+        if arguments.only not in str(shape):
+            continue
         if time.monotonic() > deadline:
             print(f"not measured: {shape}, {what}")
             continue

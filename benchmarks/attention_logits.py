@@ -1,7 +1,8 @@
-"""Attention with a soft cap (Gemma 2): Inductor's kernels of transformers' eager form, FlexAttention, our variants.
+"""Attention whose logits have a soft cap (Gemma 2) or sinks (GPT-OSS): Inductor's kernels of transformers' eager form,
+FlexAttention, our kernels.
 
-Each shape runs in bfloat16 with causality, with Gemma 2's sliding window as a mask, or with neither. Every form is
-compared with float64 in one head first. Calls run in CUDA graphs; microseconds are medians. ``auto`` is what
+Each shape runs in bfloat16 with causality, with a sliding window as a mask, or with neither. Every form is compared
+with float64 in one head first. Calls run in CUDA graphs; microseconds are medians. ``auto`` is what
 ``sage_attention`` chooses, and what ``attention="sage"`` of the backend takes.
 """
 
@@ -28,7 +29,7 @@ _COARSE = 0.1
 
 
 class Shape(NamedTuple):
-    """Sizes of one call; the window is Gemma 2's at its sizes."""
+    """Sizes of one call, which has a soft cap unless it has sinks."""
 
     batch: int
     heads: int
@@ -36,6 +37,8 @@ class Shape(NamedTuple):
     queries: int
     keys: int
     channels: int
+    sinks: bool = False
+    window: int = 0  # 0: half of the keys
 
 
 SHAPES = (
@@ -53,8 +56,14 @@ SHAPES = (
     Shape(2, 12, 12, 3000, 3000, 80),  # no model's
     Shape(8, 8, 4, 128, 128, 256),
     Shape(3, 10, 2, 777, 777, 96),
+    *(Shape(1, 64, 8, n, n, 64, True, 128) for n in (512, 1024, 2048, 4096, 8192)),  # GPT-OSS
+    Shape(8, 64, 8, 1024, 1024, 64, True, 128),
+    Shape(1, 16, 8, 2048, 2048, 128, True, 512),  # Granite SWA's heads
+    *(Shape(b, 64, 8, 1, 4096, 64, True) for b in (1, 16)),
+    Shape(4, 12, 12, 500, 500, 80, True),  # no model's
+    Shape(3, 10, 2, 777, 777, 96, True, 300),
 )
-SMOKE = (Shape(1, 4, 2, 40, 40, 16),)
+SMOKE = (Shape(1, 4, 2, 40, 40, 16), Shape(1, 4, 2, 40, 40, 16, True, 9))
 
 
 class Case(NamedTuple):
@@ -66,6 +75,13 @@ class Case(NamedTuple):
     value: Tensor
     mask: Tensor | None  # (N, Nk) bool
     is_causal: bool
+    sinks: Tensor | None  # (heads,)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``sage_attention`` takes beside operands and masks."""
+        extra: dict[str, Any] = {"softcap": _CAP} if self.sinks is None else {"sinks": self.sinks}
+        return {"enable_gqa": self.shape.heads != self.shape.kv_heads, **extra}
 
 
 def draw(shape: Shape, what: str, device: torch.device) -> Case:
@@ -81,8 +97,11 @@ def draw(shape: Shape, what: str, device: torch.device) -> Case:
     if what == "window":
         at = torch.arange(shape.keys, device=device)
         distance = at[-shape.queries :, None] - at
-        mask = (distance >= 0) & (distance < max(shape.keys // 2, 1))
-    return Case(shape, query, key, normal(shape.kv_heads, shape.keys, 1.0), mask, what == "causal")
+        mask = (distance >= 0) & (distance < (shape.window or max(shape.keys // 2, 1)))
+    value = normal(shape.kv_heads, shape.keys, 1.0)
+    # The first head, which is compared, has one as large as the largest logit of a row.
+    sinks = torch.linspace(30.0, 0.0, shape.heads, device=device) if shape.sinks else None
+    return Case(shape, query, key, value, mask, what == "causal", sinks)
 
 
 def eager(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -90,19 +109,25 @@ def eager(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     weights = query @ key.mT * query.shape[-1] ** -0.5
-    weights = torch.tanh(weights / _CAP) * _CAP
+    if case.sinks is None:
+        weights = torch.tanh(weights / _CAP) * _CAP
     mask = case.mask
     if case.is_causal:
         mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         hidden = torch.zeros(mask.shape, dtype=weights.dtype, device=mask.device)
         weights = weights + hidden.masked_fill(~mask, torch.finfo(weights.dtype).min)
+    if case.sinks is not None:
+        sinks = case.sinks[: query.shape[1]].to(query.dtype).view(1, -1, 1, 1).expand(*weights.shape[:-1], 1)
+        combined = torch.cat([weights, sinks], -1)
+        combined = combined - combined.max(-1, keepdim=True).values
+        return combined.softmax(-1, dtype=combined.dtype)[..., :-1] @ value
     wide = torch.promote_types(query.dtype, torch.float32)
     return weights.softmax(-1, dtype=wide).to(query.dtype) @ value
 
 
 def flex(case: Case) -> Callable[[], Tensor]:
-    """FlexAttention with the cap, and blocks of the mask."""
+    """FlexAttention with the cap or the sinks, and blocks of the mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     blocks = None
@@ -117,9 +142,14 @@ def flex(case: Case) -> Callable[[], Tensor]:
     def capped(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
         return torch.tanh(score / _CAP) * _CAP
 
-    run: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
-    options = {"score_mod": capped, "block_mask": blocks, "enable_gqa": case.shape.heads != case.shape.kv_heads}
-    return functools.partial(run, case.query, case.key, case.value, **options)
+    def beside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": case.shape.heads != case.shape.kv_heads}
+        if case.sinks is None:
+            return flex_attention(query, key, value, score_mod=capped, **options)
+        out, lse = flex_attention(query, key, value, return_lse=True, **options)
+        return (out * torch.sigmoid(lse - case.sinks[:, None])[..., None]).to(query.dtype)
+
+    return functools.partial(torch.compile(beside, dynamic=False), case.query, case.key, case.value)
 
 
 def forms(case: Case, compiles: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -133,11 +163,10 @@ def forms(case: Case, compiles: bool) -> Iterator[tuple[str, Callable[[], Tensor
         yield (
             variant,
             functools.partial(
-                sage_attention, *operands, case.mask, is_causal=case.is_causal, variant=variant, softcap=_CAP,
-                enable_gqa=case.shape.heads != case.shape.kv_heads,
+                sage_attention, *operands, case.mask, is_causal=case.is_causal, variant=variant, **case.options
             ),
         )  # fmt: skip
-    if case.mask is not None:
+    if case.mask is not None and case.sinks is None:
         yield "blocks known", with_blocks(case)
     yield "general kernel", functools.partial(general, case)
 
@@ -147,9 +176,8 @@ def general(case: Case) -> Tensor:
     fits, specialized.fits = specialized.fits, lambda *call, **options: False
     try:
         return sage_attention(
-            *operands_of(case), case.mask, is_causal=case.is_causal, variant="auto",
-            softcap=_CAP + 1e-6,  # another number, since equal calls would repeat the recorded launches of `auto`
-            enable_gqa=case.shape.heads != case.shape.kv_heads,
+            *operands_of(case), case.mask, is_causal=case.is_causal, variant="auto", **case.options,
+            scale=case.shape.channels**-0.5 * (1 + 1e-6),  # equal calls would repeat the recorded launches of `auto`
         )  # fmt: skip
     finally:
         specialized.fits = fits
