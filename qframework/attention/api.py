@@ -208,16 +208,23 @@ def attend(
         return_lse or sinks is not None, softcap=softcap,
     )  # fmt: skip
     if sinks is not None:
-        out = _beside_sinks(out, lse, sinks)
+        out = beside_sinks(out, lse, sinks)
     if added:
         out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
     return out, lse
 
 
-def _beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The output of a softmax over keys and a sink: with log-sum-exp L of the keys, ``out * sigmoid(L - sink)``."""
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The output of a softmax over keys and a sink: with log-sum-exp L of the keys, ``out * sigmoid(L - sink)``.
+
+    Overwrites ``out``, a result of the operator, unless a gradient or a graph is recorded: a product in float32, and
+    its copy in the dtype of ``out``, pass through memory three times as often.
+    """
     lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # of a row without keys, whose sink may be -inf as well
-    return (out * torch.sigmoid(lse - sink_of_row(sinks)).unsqueeze(-1)).to(out.dtype)
+    weight = torch.sigmoid(lse - sink_of_row(sinks)).unsqueeze(-1)
+    if torch.compiler.is_compiling() or out.requires_grad or weight.requires_grad:
+        return (out * weight).to(out.dtype)
+    return out.mul_(weight)
 
 
 def _int8_gradient(

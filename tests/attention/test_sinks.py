@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_helpers import assert_within, expected_error, heads
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qframework import sage_attention
 from qframework.attention import fallbacks, left_to_pytorch
@@ -121,6 +122,36 @@ def test_gradients_reach_the_sinks_too(variant: str) -> None:
     expected = torch.autograd.grad(exact(q, k, v, sinks, causal=True), given, direction)
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+class Results(TorchDispatchMode):
+    """All results of one shape that operators allocate."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape, self.found = shape, dict[int, Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in (result if isinstance(result, tuple) else (result,)) if x.shape == self.shape]
+        self.found |= {x.data_ptr(): x for x in given}
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_result_is_scaled_in_place(dtype: torch.dtype) -> None:
+    """Without a copy in float32, and with the values that one has, rounded once."""
+    x = [each.to(dtype) for each in operands()]
+    sinks = OF_HEADS.clone().requires_grad_()
+    with torch.no_grad(), Results(2, 4, 20, 24) as results:
+        out, lse = sage_attention(*x, sinks=sinks, variant="unquantized", return_lse=True)
+    assert [x.dtype for x in results.found.values()] == [dtype]
+    plain, of_keys = sage_attention(*x, variant="unquantized", return_lse=True)
+    assert torch.equal(lse, of_keys)
+    assert torch.equal(out, (plain * torch.sigmoid(lse - OF_HEADS[:, None]).unsqueeze(-1)).to(dtype))
+    with_gradient = sage_attention(*x, sinks=sinks, variant="unquantized")
+    assert with_gradient.requires_grad
+    assert torch.equal(out, with_gradient)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
