@@ -19,7 +19,7 @@ def test_smoke(tmp_path) -> None:
     for record in records:
         assert set(record["us"]) == {"eager", "auto", "general kernel"}
         assert not record["failed"]
-        # On a CPU ``auto`` is a formula whose logits are rounded to bfloat16 as the eager form's, and a cap shrinks them.
+        # On a CPU ``auto`` is a formula whose logits are rounded to bfloat16 as eager ones are, and a cap shrinks them.
         assert record["errors"]["auto"] <= (record["errors"]["eager"] if record["sinks"] else 0.01)
         assert ("blocks known" in record["errors"]) == (record["masking"] == "window" and not record["sinks"])
 
