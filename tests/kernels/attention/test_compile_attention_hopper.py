@@ -88,13 +88,20 @@ def test_compiles_with_a_bias(width, added, tmp_path) -> None:
     _compiles_without_spilling(width, "bf16", False, "unquantized", False, tmp_path, added, MAX_STACK)
 
 
+@pytest.mark.sample(1 / 2)
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("variant", [SPEC, "unquantized"])
+def test_compiles_that_stores_the_log_sum_exp_beside_a_mask(width, variant, tmp_path) -> None:
+    _compiles_without_spilling(width, "bf16", False, variant, True, tmp_path, lse=True)
+
+
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
-@pytest.mark.parametrize("what", ["full", "causal", "masked", "bias", "lse"])
+@pytest.mark.parametrize("what", ["full", "causal", "masked", "bias", "lse", "masked lse"])
 def test_compiles_with_a_soft_cap(width, what, tmp_path) -> None:
     added = Added("tile", 2) if what == "bias" else NOTHING
     allowed = MAX_STACK if what == "bias" else 0
-    how = (what == "causal", "unquantized", what == "masked", tmp_path, added, allowed)
-    _compiles_without_spilling(width, "bf16", *how, lse=what == "lse", capped=True)
+    how = (what == "causal", "unquantized", what.startswith("masked"), tmp_path, added, allowed)
+    _compiles_without_spilling(width, "bf16", *how, lse=what.endswith("lse"), capped=True)
 
 
 @pytest.mark.parametrize(("variant", "width"), [("sage2_int8", 64), ("integer_exp", 128)])

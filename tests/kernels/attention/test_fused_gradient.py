@@ -30,7 +30,7 @@ from qframework.kernels.attention.operands import Bias, Values
 from qframework.kernels.attention.pipeline import TRITON_STEPS, quantized_qk
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.round_tokens import BlockSums, round_tokens_ref, round_tokens_triton
-from qframework.kernels.attention.variants import resolve, token_groups
+from qframework.kernels.attention.variants import token_groups
 from qframework.kernels.runtime.replay import Recording
 
 LOG2_E = 1.4426950408889634
@@ -416,12 +416,3 @@ def test_the_log_sum_exp_of_hoppers_kernel(shape, causal, dtype, monkeypatch) ->
     assert different.norm() <= 3 * step * expected[0].double().nan_to_num(0).norm()
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         assert ran == [True]
-
-
-def test_only_exact_weights_without_a_bias_have_a_log_sum_exp() -> None:
-    mask: Tensor = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    assert specialized.has_lse(int8_gradient.PER_BLOCK, Bias(causal=True))
-    assert specialized.has_lse(resolve("unquantized"), Bias())
-    assert not specialized.has_lse(int8_gradient.PER_BLOCK, Bias(mask))
-    assert not specialized.has_lse(resolve("integer_exp"), Bias())
-    assert not specialized.has_lse(resolve("8-per_block-fp8-fp32"), Bias())

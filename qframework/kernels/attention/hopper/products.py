@@ -101,7 +101,10 @@ if HAS_GLUON:
 
     @gluon.jit
     def store_lse(lse_ptr, sums, top, rows):
-        """The natural log-sum-exp of a warpgroup's first ``rows`` queries, from maxima in base 2."""
+        """The natural log-sum-exp of a warpgroup's first ``rows`` queries, from maxima in base 2.
+
+        Of a query without keys -inf: its maximum is finite, its sum 0.
+        """
         row = gl.arange(0, _ROWS, layout=top.type.layout)
         lse = (top + gl.log2(gl.convert_layout(sums, top.type.layout))) * _NATURAL
         gl.store(lse_ptr + row, lse, mask=row < rows)

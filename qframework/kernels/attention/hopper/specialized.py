@@ -1,6 +1,6 @@
 """Attention for Hopper by warps of their own for loads and products: what specialized_kernel.py computes, its launch.
 
-Used for large problems, dense or packed (packed.py), with the log-sum-exp where nothing is added to logits;
+Used for large problems, dense or packed (packed.py), with the log-sum-exp where no number is added to logits;
 ../triton.py handles all others.
 """
 
@@ -192,7 +192,7 @@ def reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
 
 def has_lse(variant: AttentionVariant, bias: Bias) -> bool:
     """Whether the kernel can store the log-sum-exp of such a call, beside what :func:`fits` decides."""
-    return variant.exponential == "exact" and variant.pv == "fp16" and bias.adds_nothing
+    return variant.exponential == "exact" and variant.pv == "fp16" and bias.only_bool
 
 
 def addressable(x: Tensor) -> bool:
