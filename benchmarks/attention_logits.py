@@ -18,6 +18,8 @@ from torch import Tensor
 
 from benchmarks import kernel_command
 from qframework import sage_attention
+from qframework.attention.api import beside_sinks
+from qframework.kernels.attention.hopper import dense as hopper_dense
 from qframework.kernels.attention.hopper import specialized
 from qframework.tuning.kernel_tiles import graph_microseconds
 
@@ -166,32 +168,39 @@ def forms(case: Case, compiles: bool) -> Iterator[tuple[str, Callable[[], Tensor
                 sage_attention, *operands, case.mask, is_causal=case.is_causal, variant=variant, **case.options
             ),
         )  # fmt: skip
-    if case.mask is not None and case.sinks is None:
-        yield "blocks known", with_blocks(case)
+    if case.mask is not None:
+        yield "blocks known", functools.partial(with_blocks, case, blocks_of(case))
     yield "general kernel", functools.partial(general, case)
 
 
 def general(case: Case) -> Tensor:
     """``auto`` by the kernel of all chips."""
-    fits, specialized.fits = specialized.fits, lambda *call, **options: False
+    fits, dense_fits = specialized.fits, hopper_dense.fits
+    specialized.fits = lambda *call, **options: False
+    hopper_dense.fits = lambda *call, **options: False
     try:
         return sage_attention(
             *operands_of(case), case.mask, is_causal=case.is_causal, variant="auto", **case.options,
             scale=case.shape.channels**-0.5 * (1 + 1e-6),  # equal calls would repeat the recorded launches of `auto`
         )  # fmt: skip
     finally:
-        specialized.fits = fits
+        specialized.fits, hopper_dense.fits = fits, dense_fits
 
 
-def with_blocks(case: Case) -> Callable[[], Tensor]:
-    """``auto`` as the layers of a compiled model call it, which find the blocks of their mask once."""
+def blocks_of(case: Case) -> tuple[Tensor, ...]:
+    """The mask and its blocks, as ``masked_attention`` takes them."""
     assert case.mask is not None
     mask, shape = case.mask[None, None], case.shape
-    blocks = torch.ops.qframework.mask_blocks(mask, [1, 1, shape.queries], shape.queries, shape.keys)
-    return functools.partial(
-        torch.ops.qframework.masked_attention, *operands_of(case), mask, *blocks,
-        enable_gqa=shape.heads != shape.kv_heads, softcap=_CAP,
-    )  # fmt: skip
+    return mask, *torch.ops.qframework.mask_blocks(mask, [1, 1, shape.queries], shape.queries, shape.keys)
+
+
+def with_blocks(case: Case, blocks: tuple[Tensor, ...]) -> Tensor:
+    """``auto`` as the layers of a compiled model call it, which find the blocks of their mask once."""
+    grouped, beside = case.shape.heads != case.shape.kv_heads, case.sinks is not None
+    out, lse = torch.ops.qframework.masked_attention(
+        *operands_of(case), *blocks, enable_gqa=grouped, return_lse=beside, softcap=None if beside else _CAP
+    )
+    return out if case.sinks is None else beside_sinks(out, lse, case.sinks)
 
 
 def operands_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,7 +234,7 @@ def measure(shape: Shape, what: str, device: torch.device, compiles: bool = True
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on the GPU; returns the exit status."""
-    kernel_command.run("benchmarks.attention_softcap", str(__doc__), _cases, measure, argv)
+    kernel_command.run("benchmarks.attention_logits", str(__doc__), _cases, measure, argv)
     return 0
 
 

@@ -3,12 +3,12 @@
 From::
 
     mask -> sage_attention (layer 0) -> getitem 0
-    mask -> sage_attention (layer 1) -> getitem 0 -> ...
+    mask -> sage_attention (layer 1) -> getitem 0, getitem 1 -> ...
 
 To::
 
-    mask -> mask_blocks -> masked_attention (layer 0)
-                        -> masked_attention (layer 1) -> ...
+    mask -> mask_blocks -> masked_attention (layer 0) -> getitem 0
+                        -> masked_attention (layer 1) -> getitem 0, getitem 1 -> ...
 
 for bool masks that Hopper's kernel reads as blocks (mask_blocks.py), such as the padding of a batch of texts.
 """
@@ -59,9 +59,7 @@ def _blocks_of(node: Node) -> _Shared | None:
     x = _arguments(node)
     mask, causal = x.attn_mask, x.is_causal
     fakes = [fake for each in x[:4] if isinstance(each, Node) and (fake := fake_value(each)) is not None]
-    if x.return_lse or x.rel_h is not None or not isinstance(mask, Node) or len(fakes) < 4:
-        return None
-    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
+    if x.rel_h is not None or not isinstance(mask, Node) or len(fakes) < 4:
         return None
     query, key, value, kept = fakes
     sizes = [size for fake in fakes for size in (*fake.shape, *fake.stride())]
@@ -73,7 +71,7 @@ def _blocks_of(node: Node) -> _Shared | None:
     if (causal and keys > queries) or not (x.enable_gqa or query.shape[1] == key_heads):
         return None
     row = _sizes_of(kept).rows == 1 and not causal
-    reading = reads_blocks(query, key, value, x.variant, chip, row, x.softcap is not None)
+    reading = reads_blocks(query, key, value, x.variant, chip, row, x.softcap is not None, x.return_lse)
     seen = key_heads if reading == "seen" else 0
     return None if reading == "nothing" else _Shared(mask, queries, keys, bool(causal), seen)
 
@@ -100,9 +98,7 @@ def _share(shared: _Shared, nodes: list[Node]) -> None:
     for node in nodes:
         given = _arguments(node)
         with node.graph.inserting_before(node):
-            operands = (*given[:4], *blocks, *given[4:9], *([] if given.softcap is None else [given.softcap]))
+            operands = (*given[:4], *blocks, *given[4:10], *([] if given.softcap is None else [given.softcap]))
             new = add_call(node, _ours.masked_attention.default, operands)
-        for user in list(node.users):  # getitem 0: the result
-            user.replace_all_uses_with(new)
-            node.graph.erase_node(user)
+        node.replace_all_uses_with(new)
         node.graph.erase_node(node)

@@ -71,14 +71,41 @@ def test_calls_that_a_model_makes_itself(exported: bool) -> None:
     torch.testing.assert_close(out, Layers()(*given))
 
 
-def test_a_log_sum_exp_keeps_its_operator() -> None:
-    def both(q, k, v, keep):
-        for _ in range(2):
-            q, lse = sage_attention(q, k, v, keep[:, None, None, :], variant="integer_exp", return_lse=True)
-        return q, lse
+@pytest.mark.parametrize(("variant", "sharing"), [("unquantized", True), ("integer_exp", True), ("sage2_int8", False)])
+def test_the_log_sum_exp_comes_with_it(variant: str, sharing: bool) -> None:
+    """Hopper's kernels store it beside values in 16 bit. No pass before them reads the keys that are seen."""
 
-    _, capture = compiled(both, *operands(512), attention="off")
-    assert MASK_BLOCKS not in targets(capture)
+    def both(q, k, v, keep):
+        mask = keep[:, None, None, :]
+        sums = []
+        for _ in range(2):
+            q, lse = sage_attention(q, k, v, mask, variant=variant, return_lse=True)
+            sums.append(lse)
+        return q, *sums
+
+    given = operands(512)
+    found, capture = compiled(both, *given, attention="off")
+    assert targets(capture) == [MASK_BLOCKS, MASKED, MASKED] * sharing
+    blocks = [node.args[5] for node in capture.graphs[-1].graph.nodes if node.target is MASK_BLOCKS]
+    assert blocks == [0] * sharing
+    torch.testing.assert_close(found, both(*given))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_layers_beside_sinks(softcap: float | None) -> None:
+    sinks = torch.tensor([-1.0, 3.0, 0.5, 8.0])
+
+    def both(q, k, v, keep, sinks):
+        mask = keep[:, None, None, :]
+        for _ in range(2):
+            q = sage_attention(q, k, v, mask, variant="unquantized", sinks=sinks, softcap=softcap)
+        return q
+
+    given = operands(512)
+    out, capture = compiled(both, *given, sinks, attention="off")
+    assert targets(capture) == [MASK_BLOCKS, MASKED, MASKED]
+    torch.testing.assert_close(out, both(*given, sinks))
+    assert sqnr_db(both(*given, sinks.flip(0)).float(), out.float()) < 20
 
 
 @pytest.mark.parametrize(("variant", "sharing"), [("unquantized", True), ("integer_exp", False)])

@@ -17,11 +17,12 @@ def test_smoke(tmp_path) -> None:
     assert [record["masking"] for record in records] == 2 * ["causal", "window", "none"]
     assert [record["sinks"] for record in records] == 3 * [False] + 3 * [True]
     for record in records:
-        assert set(record["us"]) == {"eager", "auto", "general kernel"}
+        known = {"blocks known"} & set(record["errors"])  # on a CPU quantized, and not timed for its error
+        assert {"eager", "auto", "general kernel"} == set(record["us"]) - known
         assert not record["failed"]
         # On a CPU ``auto`` is a formula whose logits are rounded to bfloat16 as eager ones are, and a cap shrinks them.
         assert record["errors"]["auto"] <= (record["errors"]["eager"] if record["sinks"] else 0.01)
-        assert ("blocks known" in record["errors"]) == (record["masking"] == "window" and not record["sinks"])
+        assert len(known) == (record["masking"] == "window")
 
 
 def test_only_the_shapes_that_are_asked_for_are_measured(tmp_path) -> None:

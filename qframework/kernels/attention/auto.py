@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from qframework.kernels.attention.hopper import dense as hopper_dense
 from qframework.kernels.attention.hopper import dense_plan as hopper_dense_plan
 from qframework.kernels.attention.hopper import packed as hopper_packed
 from qframework.kernels.attention.hopper import specialized
-from qframework.kernels.attention.operands import Lengths
+from qframework.kernels.attention.operands import Bias, Lengths
 from qframework.kernels.attention.variants import (
     FAST_FP16_SUMS,
     QUERY_BLOCK,
@@ -234,6 +235,7 @@ def reads_blocks(
     chip: Hopper,
     row: bool = False,
     softcap: bool = False,
+    return_lse: bool = False,
 ) -> Reading:
     """What Hopper's kernel needs of the bool mask of such a dense call.
 
@@ -247,12 +249,15 @@ def reads_blocks(
         chip: :func:`hopper_of` the device.
         row: whether the mask is the same for all queries, and the call not causal.
         softcap: whether logits are capped.
+        return_lse: whether the log-sum-exp is needed, beside which the exponential is exact.
     """
     (batch, heads, queries, channels), keys, values = query.shape, key.shape[2], value.shape[3]
     if variant == "auto" and query.dtype.itemsize != 2:
         return "nothing"
     named = [resolve("unquantized" if variant == "auto" else variant)]
-    if variant == "auto" and min(queries, keys) >= LONG_MASKED and not softcap:
+    if return_lse:
+        named = [replace(named[0], exponential="exact")]
+    elif variant == "auto" and min(queries, keys) >= LONG_MASKED and not softcap:
         named.append(VARIANTS["integer_exp"])
     sizes = (batch, heads, queries, keys, channels, values)
     taken = [
@@ -260,14 +265,17 @@ def reads_blocks(
         for x in named
         if specialized.supports(query, value, x) and specialized.takes(*sizes, x, True, chip.processors, capped=softcap)
     ]
+    if return_lse:
+        taken = [x for x in taken if specialized.has_lse(x, Bias())]
     if softcap:  # Hopper's other kernels cap nothing
         return "mask" if taken else "nothing"
     if taken and taken[-1] != VARIANTS["unquantized"]:
-        return "seen"
+        return "mask" if return_lse else "seen"  # then no pass prepares the keys that are seen
     streams = named[0] == VARIANTS["unquantized"] and query.dtype == value.dtype and query.dtype.itemsize == 2
     if streams and hopper_dense.takes_mask(*sizes, chip.processors, row):
         return "mask"
-    return "mask" if taken and not hopper_dense.takes(queries, keys, channels, values, 1) else "nothing"
+    reads_itself = not return_lse and hopper_dense.takes(queries, keys, channels, values, 1)
+    return "mask" if taken and not reads_itself else "nothing"
 
 
 def takes_factors(heads: int, queries: int, keys: int, channels: int, values: int, chip: Hopper) -> bool:

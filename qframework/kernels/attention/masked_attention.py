@@ -39,13 +39,15 @@ class MaskedAttentionArguments(NamedTuple):
     enable_gqa: bool = False
     variant: str = "auto"
     smooth_k: bool = True
+    return_lse: bool = False
     softcap: float | None = None
 
     @property
     def plain(self) -> SageAttentionArguments:
         """The call without blocks."""
-        settings = (self.is_causal, self.scale, self.enable_gqa, self.variant, self.smooth_k)
-        return SageAttentionArguments(self.query, self.key, self.value, self.attn_mask, *settings, softcap=self.softcap)
+        settings = (self.is_causal, self.scale, self.enable_gqa, self.variant, self.smooth_k, self.return_lse)
+        call = SageAttentionArguments(self.query, self.key, self.value, self.attn_mask, *settings)
+        return call._replace(softcap=self.softcap)
 
     @property
     def blocks(self) -> MaskBlocks:
@@ -79,18 +81,18 @@ class MaskedAttentionArguments(NamedTuple):
         check_shape(name, "bits", self.bits, (*tiles, count, BLOCK, WORDS))
         check_shape(name, "counts", self.counts, (*tiles, 3))
 
-    def empty_result(self) -> Tensor:
-        """The uninitialized result."""
-        return self.plain.empty_result()[0]
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """The uninitialized result and log-sum-exp, which has elements with ``return_lse`` only."""
+        return self.plain.empty_result()
 
 
 MASKED_ATTENTION = declare(
     "masked_attention(Tensor query, Tensor key, Tensor value, Tensor attn_mask, Tensor bits, Tensor order, "
     "Tensor counts, Tensor seen, bool is_causal=False, float? scale=None, bool enable_gqa=False, str variant='auto', "
-    "bool smooth_k=True, float? softcap=None) -> Tensor",
+    "bool smooth_k=True, bool return_lse=False, float? softcap=None) -> (Tensor, Tensor)",
     MaskedAttentionArguments,
-    cpu=lambda x: sage_attention_cpu(x.plain)[0],
-    cuda=lambda x: sage_attention_triton(x.plain, x.blocks)[0],
+    cpu=lambda x: sage_attention_cpu(x.plain),
+    cuda=lambda x: sage_attention_triton(x.plain, x.blocks),
     fake=MaskedAttentionArguments.empty_result,
     warm_up=launches_of(lambda x: sage_attention_triton(x.plain, x.blocks)),
 )

@@ -7,16 +7,18 @@ import torch
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.attention.arguments import Canonical, without_repeated_heads
+from qframework.kernels.attention.auto import hopper_of, reads_blocks
 from qframework.kernels.attention.hopper import specialized
 from qframework.kernels.attention.mask_blocks import MaskSizes
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def operands(device: str, tokens: int = 300, heads: int = 4, key_heads: int = 2):
+def operands(device: str, tokens: int = 300, heads: int = 4, key_heads: int = 2, channels: int = 64):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(2, n, tokens, 64, generator=generator).half().to(device) for n in (heads, key_heads, key_heads)
+        torch.randn(2, n, tokens, channels, generator=generator).half().to(device)
+        for n in (heads, key_heads, key_heads)
     )
     mask = (torch.arange(tokens) < torch.tensor([tokens, tokens // 3])[:, None])[:, None, None]
     return q, k, v, mask.to(device)
@@ -26,15 +28,17 @@ def blocks(mask, tokens: int, causal: bool = False, key_heads: int = 0):
     return torch.ops.qframework.mask_blocks(mask, [*MaskSizes.of(mask)], tokens, tokens, causal, key_heads)
 
 
+@pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_equals_attention_with_the_mask(causal: bool) -> None:
+def test_equals_attention_with_the_mask(causal: bool, lse: bool) -> None:
     q, k, v, mask = operands("cpu")
-    found = torch.ops.qframework.masked_attention(
-        q, k, v, mask, *blocks(mask, 300, causal), causal, 0.2, True, "sage_b", False
-    )
-    expected = torch.ops.qframework.sage_attention(q, k, v, mask, causal, 0.2, True, "sage_b", False)[0]
-    assert torch.equal(found, expected)
-    assert found.stride() == expected.stride()
+    given = (causal, 0.2, True, "sage_b", False, lse, 5.0 if lse else None)
+    found = torch.ops.qframework.masked_attention(q, k, v, mask, *blocks(mask, 300, causal), *given)
+    expected = torch.ops.qframework.sage_attention(q, k, v, mask, *given[:-1], softcap=given[-1])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
+    assert found[1].shape == ((2, 4, 300) if lse else (0,))
 
 
 @pytest.mark.gpu
@@ -49,12 +53,36 @@ def test_the_kernel_reads_the_given_blocks(variant: str, causal: bool, seen: boo
     expected = torch.ops.qframework.sage_attention(q, k, v, mask, *given)[0]
     shared = blocks(mask, tokens, causal, 16 if seen else 0)
     for _ in range(4):  # recorded and replayed
-        found = torch.ops.qframework.masked_attention(q, k, v, mask, *shared, *given)
+        found, _ = torch.ops.qframework.masked_attention(q, k, v, mask, *shared, *given)
         assert torch.equal(found, expected)
     others = blocks(mask.flip(0), tokens, causal, 16 if seen else 0)
-    differs = not torch.equal(torch.ops.qframework.masked_attention(q, k, v, mask, *others, *given), expected)
+    differs = not torch.equal(torch.ops.qframework.masked_attention(q, k, v, mask, *others, *given)[0], expected)
     reads = ON_HOPPER and tokens >= specialized.LEAST_TOKENS and variant != "sage_t"
     assert differs == (reads and (seen or variant == "unquantized"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("channels", "variant"), [
+    (64, "unquantized"), (80, "unquantized"), (128, "unquantized"), (64, "integer_exp"), (80, "sage2_int8"),
+])  # fmt: skip
+def test_the_log_sum_exp_is_of_the_given_blocks(variant, channels, causal, softcap) -> None:
+    """The same bits as when the kernel finds the blocks; ``reads_blocks`` says which calls read them."""
+    tokens = 1024
+    q, k, v, mask = operands("cuda", tokens, heads=32, key_heads=16, channels=channels)
+    given = (causal, None, True, variant, True, True)
+    expected = torch.ops.qframework.sage_attention(q, k, v, mask, *given, softcap=softcap)
+    shared, others = blocks(mask, tokens, causal), blocks(mask.flip(0), tokens, causal)
+    for _ in range(4):  # recorded and replayed
+        found = torch.ops.qframework.masked_attention(q, k, v, mask, *shared, *given, softcap=softcap)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    found = torch.ops.qframework.masked_attention(q, k, v, mask, *others, *given, softcap=softcap)
+    chip = hopper_of(q.device)
+    row, capped = not causal, softcap is not None
+    reads = chip is not None and reads_blocks(q, k, v, variant, chip, row, capped, return_lse=True) == "mask"
+    assert reads == (ON_HOPPER and variant != "sage2_int8" and not (capped and variant == "integer_exp"))
+    assert torch.equal(found[1], expected[1]) != reads
 
 
 @pytest.mark.gpu
@@ -67,9 +95,9 @@ def test_one_head_of_keys_that_is_expanded_is_read_by_the_fast_kernel() -> None:
     shared = blocks(mask, tokens)
     k_all, v_all = k.expand(2, 32, tokens, 64), v.expand(2, 32, tokens, 64)
     with torch.profiler.profile() as profile:
-        found = torch.ops.qframework.masked_attention(q, k_all, v_all, mask, *shared, *given)
+        found, _ = torch.ops.qframework.masked_attention(q, k_all, v_all, mask, *shared, *given)
     assert not any("_quantized_attention_kernel" in event.key for event in profile.key_averages())
-    assert torch.equal(found, torch.ops.qframework.masked_attention(q, k, v, mask, *shared, *given))
+    assert torch.equal(found, torch.ops.qframework.masked_attention(q, k, v, mask, *shared, *given)[0])
 
 
 @pytest.mark.parametrize("variant", ["unquantized", "sage_b", "integer_exp"])
@@ -88,12 +116,13 @@ def test_expanded_heads_are_the_head_itself(variant: str) -> None:
 def test_opcheck() -> None:
     q, k, v, mask = operands("cpu", 40)
     given = (q, k, v, mask, *blocks(mask, 40), False, None, True, "sage_b")
-    torch.library.opcheck(torch.ops.qframework.masked_attention.default, given)
+    for more in ((), (True, True)):
+        torch.library.opcheck(torch.ops.qframework.masked_attention.default, given + more)
 
 
 def test_has_no_gradient() -> None:
     q, k, v, mask = operands("cpu", 40)
-    out = torch.ops.qframework.masked_attention(
+    out, _ = torch.ops.qframework.masked_attention(
         q.requires_grad_(), k, v, mask, *blocks(mask, 40), False, None, True, "sage_b"
     )
     with pytest.raises(QFrameworkError, match="masked_attention: inference only"):
