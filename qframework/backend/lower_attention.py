@@ -50,7 +50,6 @@ NEEDS_GRADIENTS = {
     for option in _BY_DEVICE
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
-SINKS = "it has sinks, with which no kernel was measured. Use 'sage' or the name of a variant to quantize it"
 SOFTCAP = (
     "its logits have a soft cap, with which only large calls were measured, on Hopper. Use 'sage' or the name of a "
     "variant to quantize it"
@@ -74,10 +73,10 @@ def lower_attention(lowering: Lowering) -> None:
     """Replace every attention that the operator supports; report on every attention.
 
     The option is ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (as ``"sage"``, unless PyTorch's is
-    faster, or there are sinks, with which no kernel was measured, or a soft cap, with which no model was), the name of
-    a variant (everywhere) or ``"off"``. A mapping gives one of these for each layer: ``"auto"`` then means ``"sage"``,
-    and layers that it does not name stay off. The second attention of a layer ``name`` is ``name#1``; without such an
-    entry it is treated like the first.
+    faster, or there is a soft cap, with which only large calls were measured, on Hopper), the name of a variant
+    (everywhere) or ``"off"``. A mapping gives one of these for each layer: ``"auto"`` then means ``"sage"``, and layers
+    that it does not name stay off. The second attention of a layer ``name`` is ``name#1``; without such an entry it is
+    treated like the first.
     """
     gm, option = lowering.gm, lowering.options.attention
     name_shapes(gm)
@@ -184,8 +183,6 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
         return reason
     if option != "auto":
         return None
-    if call.sinks is not None:
-        return SINKS
     if call.softcap is not None:
         return None if _caps_on_hopper(call) else SOFTCAP
     return FASTER_EXACT if _pytorch_is_faster(call) else _reason_of_shape(call)
@@ -247,7 +244,7 @@ def _caps_on_hopper(call: AttentionCall) -> bool:
     chip = hopper_of(_fake_of(call.query).device)
     if any(free_unbacked_symbols(fake) for fake in _fakes(call)):
         return False
-    return chip is not None and caps_logits(*_sizes_of(call), _masking(call), chip)
+    return chip is not None and caps_logits(*_sizes_of(call), _masking(call), chip, call.sinks is not None)
 
 
 class _Sizes(NamedTuple):

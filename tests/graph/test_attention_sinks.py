@@ -10,6 +10,11 @@ import torch.nn.functional as F
 from attention_models import Capture, compiled, error_bound, exported, product, qkv
 from torch import Tensor, nn
 
+from qframework.backend import lower_attention
+from qframework.backend.lower_attention import SOFTCAP
+from qframework.backend.report import LayerReport
+from qframework.kernels.attention.auto import Hopper
+from qframework.kernels.attention.hopper import specialized
 from qframework.numerics import sqnr_db
 from qframework.quantizer import (
     AttentionConfig,
@@ -162,12 +167,46 @@ def test_the_quantizer_leaves_softmaxes_whose_weights_are_changed() -> None:
     assert "softmax" in transformed(Scaled(), static_attention())
 
 
-def test_the_default_option_leaves_sinks_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel was measured with them: as if on a GPU."""
-    monkeypatch.setattr("qframework.backend.lower_attention._why_not", lambda option, device: None)
+class Capped(Sinks):
+    """With a soft cap on the logits, whose mask is bool or a number that is added."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = torch.tanh(product(q, k) * SCALE / 5.0) * 5.0
+        hidden = self.mask.dtype == torch.bool
+        logits = logits.masked_fill(~self.mask, -torch.inf) if hidden else logits + self.mask
+        sinks = self.sinks.to(q.dtype).view(1, 2, 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ v
+
+
+def reports(model: nn.Module, *operands: Tensor) -> list[LayerReport]:
     capture = Capture("auto")
     with torch.no_grad():
-        torch.compile(Sinks(), backend=capture)(*qkv())
-    (report,) = capture.attention
-    assert "it has sinks" in report.reason
-    assert not report.fallback
+        torch.compile(model, backend=capture)(*operands)
+    return capture.attention
+
+
+@pytest.mark.parametrize("chip", [None, Hopper(132, True)])
+def test_the_default_option_takes_sinks(chip: Hopper | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if on a GPU."""
+    monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
+    monkeypatch.setattr(lower_attention, "hopper_of", lambda device: chip)
+    (report,) = reports(Sinks(), *qkv())
+    assert (report.lowered, report.fallback) == (True, False), report.reason
+
+
+@pytest.mark.parametrize(("processors", "added", "taken"), [(4, False, True), (160, False, False), (4, True, False)])
+def test_beside_a_soft_cap_the_rule_is_the_caps(
+    processors: int, added: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Hopper's kernel computes it, which stores no log-sum-exp of logits with numbers added."""
+    monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
+    monkeypatch.setattr(lower_attention, "hopper_of", lambda device: Hopper(processors, True))
+    monkeypatch.setattr(specialized, "HAS_GLUON", True)
+    mask = torch.ones(1100, 1100, dtype=torch.bool).tril()
+    model = Capped(torch.zeros(1100, 1100).masked_fill(~mask, -1e4).half() if added else mask)
+    (report,) = reports(model, *torch.randn(3, 2, 2, 1100, 64, dtype=torch.half))
+    assert (report.lowered, report.fallback, report.reason) == (taken, False, "" if taken else SOFTCAP)

@@ -70,7 +70,7 @@ CALLS = {
     ),
     "sage_attention": lambda: (heads(), heads(), heads()),
     "mask_blocks": lambda: (torch.rand(2, 1, 40, 50) > 0.3, [2, 1, 40], 40, 50, False, 2),
-    "masked_attention": lambda: masked(torch.rand(1, 1, 40, 40) > 0.3),
+    "masked_attention": lambda: (*masked(torch.rand(1, 1, 40, 40) > 0.3), False, None, False, "auto", True, True),
     "sage_attention_varlen": lambda: (
         *(heads(40, 2, 32), heads(40, 2, 32), heads(40, 2, 32)),
         *(torch.tensor([0, 15, 40], dtype=torch.int32), torch.tensor([0, 15, 40], dtype=torch.int32), 25, 25),

@@ -205,7 +205,9 @@ def pytorch_is_faster(
     return chip.cudnn
 
 
-def caps_logits(query: Tensor, keys: int, values: int, masking: Masking, chip: Hopper) -> bool:
+def caps_logits(
+    query: Tensor, keys: int, values: int, masking: Masking, chip: Hopper, return_lse: bool = False
+) -> bool:
     """Whether Hopper's kernel computes a call in 16 bit with a soft cap on its logits.
 
     Args:
@@ -214,8 +216,9 @@ def caps_logits(query: Tensor, keys: int, values: int, masking: Masking, chip: H
         values: channels of V.
         masking: see :data:`Masking`.
         chip: :func:`hopper_of` the device.
+        return_lse: whether the log-sum-exp is needed, which the kernel does not have of logits with numbers added.
     """
-    if query.ndim != 4 or query.dtype.itemsize != 2 or masking == "factors":
+    if query.ndim != 4 or query.dtype.itemsize != 2 or masking == "factors" or (return_lse and masking == "float"):
         return False
     (batch, heads, queries, channels), masked = query.shape, masking == "bool"
     added = specialized.Added("tile", 2) if masking == "float" else specialized.NOTHING
