@@ -154,6 +154,23 @@ def test_the_result_is_scaled_in_place(dtype: torch.dtype) -> None:
     assert torch.equal(out, with_gradient)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [64, 80])
+@pytest.mark.parametrize("window", [False, True])
+def test_scaling_in_place_leaves_later_calls_alone(window: bool, channels: int) -> None:
+    """Calls are recorded and replayed, and a result that is kept is not written again."""
+    q, k, v = (torch.randn(4, 12, 600, channels, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    at, sinks = torch.arange(600, device="cuda"), torch.linspace(-2, 6, 12, device="cuda")
+    mask = (at <= at[:, None]) & (at > at[:, None] - 90) & (at[:, None] != 9) if window else None
+    results = [sage_attention(q, k, v, mask, sinks=sinks) for _ in range(5)]
+    with torch.no_grad():
+        expected = exact(q, k, v, sinks, mask=mask)
+    for out in results:
+        assert torch.equal(out, results[0])
+    assert len({out.data_ptr() for out in results}) == 5
+    assert float((results[0].double() - expected).norm() / expected.norm()) < 0.01
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("variant", ["auto", "sage_b"])
 def test_compiled_it_is_the_same(variant: str) -> None:
