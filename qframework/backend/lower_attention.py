@@ -11,7 +11,8 @@ To::
 Both forms are found by graph/attention/patterns.py. A mask that is the sum of decomposed relative positions
 (relative_position.py) is replaced by its two factors, so that no N x N tensor is left in the graph; one that repeats
 the masks of windows for every image (window_masks.py) by those of one image; one that is causal whatever the inputs
-(causal_masks.py) by the flag.
+(causal_masks.py) by the flag; a float one that only hides keys beside sinks by the bool mask that it was made of
+(hiding_masks.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from qframework.compat.graphs import free_unbacked_symbols, is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention.call import AttentionCall, Refused
 from qframework.graph.attention.causal_masks import with_causal_flag
+from qframework.graph.attention.hiding_masks import with_bool_masks
 from qframework.graph.attention.patterns import sdpa_call, spelled_out_call
 from qframework.graph.attention.relative_position import has_positions
 from qframework.graph.attention.replace import name_shapes, replace_attention
@@ -149,7 +151,7 @@ def _lower_one(
         call = spelled_out_call(node) if spelled_out else sdpa_call(node)
         if call is None:
             return None
-        call = with_causal_flag(call, values)
+        call = with_bool_masks(with_causal_flag(call, values), values)
         if reason := _reason_to_leave(call, option):
             return LayerReport(name, False, kind, reason, kind="attention")
         variant = "auto" if option in _BY_DEVICE else option

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qframework.backend import lower_attention
 from qframework.backend.lower_attention import SOFTCAP
 from qframework.backend.report import LayerReport
+from qframework.graph.nodes import fake_value
 from qframework.kernels.attention.auto import Hopper
 from qframework.kernels.attention.hopper import specialized
 from qframework.numerics import sqnr_db
@@ -210,3 +211,52 @@ def test_beside_a_soft_cap_the_rule_is_the_caps(
     model = Capped(torch.zeros(1100, 1100).masked_fill(~mask, -1e4).half() if added else mask)
     (report,) = reports(model, *torch.randn(3, 2, 2, 1100, 64, dtype=torch.half))
     assert (report.lowered, report.fallback, report.reason) == (taken, False, "" if taken else SOFTCAP)
+
+
+class Masked(nn.Module):
+    """A bool mask is made one of numbers, as transformers does for its eager form."""
+
+    def __init__(self, lowest: float, ones: bool = False, sinks: bool = True) -> None:
+        super().__init__()
+        self.lowest, self.sinks = lowest, sinks
+        self.kept = 1.0 if ones else 0.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        mask = torch.where(seen, torch.tensor(self.kept, dtype=q.dtype), self.lowest)
+        logits = product(q, k) * SCALE + mask
+        if not self.sinks:
+            return logits.softmax(-1) @ v
+        sinks = SINKS.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ v
+
+
+def seen_keys() -> Tensor:
+    """A window, with rows that see no key, which get the weight 0 beside a sink."""
+    distance = torch.arange(17)[:, None] - torch.arange(17)
+    seen = (distance >= 0) & (distance < 5)
+    seen[3] = False
+    return seen[None, None]
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e4])
+@pytest.mark.parametrize("dialect", ["functional", "aten"])
+def test_a_float_mask_that_only_hides_keys_is_a_bool_one(dialect: str, lowest: float) -> None:
+    (q, k, v), model = qkv(), Masked(lowest)
+    seen = seen_keys().repeat(len(q), 1, 1, 1)  # exports have a batch of any size
+    expected = model(q, k, v, seen)
+    assert not expected[:, :, 3].any()
+    given = exported(model, q, k, v, seen) if dialect == "aten" else model
+    out, capture = compiled(given, q, k, v, seen)
+    (call,) = capture.calls
+    assert fake_value(call["attn_mask"]).dtype == torch.bool
+    assert (out - expected).abs().max() < error_bound(q, k, v, SCALE)
+
+
+@pytest.mark.parametrize("model", [Masked(-100.0), Masked(-1e9, ones=True), Masked(-1e9, sinks=False)])
+def test_other_float_masks_stay(model: nn.Module) -> None:
+    """One that leaves weights, one that shifts the logits beside the sink, and one without a sink."""
+    (q, k, v), seen = qkv(), seen_keys()
+    out, capture = compiled(model, q, k, v, seen)
+    (call,) = capture.calls
+    assert fake_value(call["attn_mask"]).dtype == torch.float32
+    assert (out - model(q, k, v, seen)).abs().max() < error_bound(q, k, v, SCALE)
