@@ -489,7 +489,7 @@ _FAMILIES = (
     ),
 )  # fmt: skip
 # Their kernels take less time than their launches, so that the host decides unless CUDA graphs launch them.
-_BOUND_BY_HOST = ("pvt_v2_b3", "segformer_b3", "olmoe_4_layers")
+_BOUND_BY_HOST = ("pvt_v2_b3", "segformer_b3")
 FAMILIES = {
     family.name: replace(family, in_graphs=family.in_graphs or family.name in _BOUND_BY_HOST) for family in _FAMILIES
 }
