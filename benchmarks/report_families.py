@@ -31,9 +31,9 @@ and compared with FP32 eager before it is timed. Speeds are multiples of the sam
 the same batch. **Float** is `backend="qframework"` with its defaults, which changes attention, and norms of long rows;
 **dynamic** adds the option `linear="int8_dynamic"` with frozen weights; **static** is quantized with PT2E by
 `static_int8`. FP8 is torchao's, with scales per tensor, on bfloat16. Since Inductor takes minutes for a whole model of
-it, some runs compile its blocks by themselves, which costs it 1 percent for ViT-B at batch 256. At batch 1 and in
-decoding, the fastest of each, with and without CUDA graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32
-of Llama 8B, without the head. SQNR is that of the outputs, of random weights, and says little about trained ones. First
+it, some runs compile its blocks by themselves, which costs it 1 percent for ViT-B at batch 256. At batch 1, in
+decoding, and for PVT and SegFormer, whose hosts take longer than their GPUs, the fastest of each, with and without CUDA
+graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32 of Llama 8B, without the head. SQNR is that of the outputs, of random weights, and says little about trained ones. First
 calls are seconds of `torch.compile` and the first call while other models compile on the same processor, relative to
 FP16's. Encoders take sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a
 multiple of ours: where that is above 1 and the speed below, the host was slower in launching them, which varies from
