@@ -33,13 +33,14 @@ the same batch. **Float** is `backend="qframework"` with its defaults, which cha
 `static_int8`. FP8 is torchao's, with scales per tensor, on bfloat16. Since Inductor takes minutes for a whole model of
 it, some runs compile its blocks by themselves, which costs it 1 percent for ViT-B at batch 256. At batch 1, in
 decoding, and for PVT and SegFormer, whose hosts take longer than their GPUs, the fastest of each, with and without CUDA
-graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32 of Llama 8B, without the head. SQNR is that of the outputs, of random weights, and says little about trained ones. First
-calls are seconds of `torch.compile` and the first call while other models compile on the same processor, relative to
-FP16's. Encoders take sequences of mixed lengths, padded. Kernels are the time of all GPU kernels of a call, FP16's as a
-multiple of ours: where that is above 1 and the speed below, the host was slower in launching them, which varies from
-machine to machine and from second to second. Rounds say by how much those of ours and of FP16 differ. Under CUDA
-graphs kernels are left out, since ours begin while those before them end. Each mode of each architecture is shown as
-the newest run that timed it did, as a multiple of the FP16 of that run; the runs are listed at the end.
+graphs, counts; decoding has 16 layers of Llama 1B and 8 of the 32 of Llama 8B, without the head. SQNR is that of the
+outputs, of random weights, and says little about trained ones. First calls are seconds of `torch.compile` and the first
+call while other models compile on the same processor, relative to FP16's. Encoders take sequences of mixed lengths,
+padded. Kernels are the time of all GPU kernels of a call, FP16's as a multiple of ours: where that is above 1 and the
+speed below, the host was slower in launching them, which varies from machine to machine and from second to second.
+Rounds say by how much those of ours and of FP16 differ. Under CUDA graphs kernels are left out, since ours begin while
+those before them end. Each mode of each architecture is shown as the newest run that timed it did, as a multiple of the
+FP16 of that run; the runs are listed at the end.
 """
 NOTHING = "\nNothing measured yet.\n"
 MODES = {

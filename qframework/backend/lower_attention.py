@@ -11,8 +11,7 @@ To::
 Both forms are found by graph/attention/patterns.py. A mask that is the sum of decomposed relative positions
 (relative_position.py) is replaced by its two factors, so that no N x N tensor is left in the graph; one that repeats
 the masks of windows for every image (window_masks.py) by those of one image; one that is causal whatever the inputs
-(causal_masks.py) by the flag; a float one that only hides keys beside sinks by the bool mask that it was made of
-(hiding_masks.py).
+(causal_masks.py) by the flag; a float one that only hides keys by the bool mask that it was made of (hiding_masks.py).
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
 From::
 
-    seen -> where(seen, 0, lowest) -> added to logits beside sinks (GPT-OSS)
+    seen -> where(seen, 0, lowest), or zeros.masked_fill(~seen, lowest) -> added to logits
 
 To::
 
     seen, a bool mask
 
-whose blocks kernels can skip. A row of the float mask that hides all keys hides none of them from the others, so that
-their weights are equal, and the two masks differ; beside a sink, to which all weight goes then, they do not.
+whose blocks kernels can skip, as eager models of transformers build it. A row of the float mask that hides all keys
+hides none of them from the others, so that their weights are equal, and the two masks differ. They do not beside a
+sink (GPT-OSS), to which all weight goes then, nor where positions alone say that each query sees the key of its own
+place, as in sliding windows.
 """
 
 from __future__ import annotations
@@ -23,34 +25,52 @@ from torch.fx import Node
 
 from qframework.graph.attention.call import NO_WEIGHT, AttentionCall, Summand
 from qframework.graph.attention.logits import constant_number
-from qframework.graph.index_formulas import as_piecewise
+from qframework.graph.index_formulas import Line, Piecewise, as_piecewise, padded
 from qframework.graph.index_values import Values, fixed_until
 from qframework.graph.nodes import argument, fake_value, operation
-from qframework.graph.shapes import same_shape
+from qframework.graph.shapes import same, same_shape
 from qframework.graph.writes import written_between
 
 
 def with_bool_masks(call: AttentionCall, values: Values) -> AttentionCall:
-    """``call`` with bool masks for the float ones that only hide keys, where it has sinks."""
-    if call.sinks is None:
-        return call
+    """``call`` with bool masks for the float ones that only hide keys."""
     return replace(call, summands=[_as_bool(summand, call, values) for summand in call.summands])
 
 
 def _as_bool(summand: Summand, call: AttentionCall, values: Values) -> Summand:
     mask = summand.value
-    if summand.fill is not None or operation(mask) != "where":
+    if summand.fill is not None or operation(mask) not in ("where", "masked_fill"):
         return summand
-    chosen, first, second = (argument(mask, i, name) for i, name in enumerate(("condition", "input", "other")))
+    if operation(mask) == "where":
+        chosen, first, second = (
+            argument(mask, i, *names) for i, names in enumerate((("condition",), ("input", "self"), ("other",)))
+        )
+    else:
+        second, chosen, first = (
+            argument(mask, i, *names) for i, names in enumerate((("input", "self"), ("mask",), ("value",)))
+        )
     numbers = [_number(each, mask, values) for each in (first, second)]
     added = [None if number is None else summand.factor * number for number in numbers]
     seen = added[0] == 0.0
     hidden = added[1] if seen else added[0]
     if 0.0 not in added or hidden is None or not hidden <= NO_WEIGHT or not _is_whole(chosen, mask):
         return summand
+    if call.sinks is None and not _sees_itself(mask, call, values):
+        return summand
     if written_between(mask, call.end, [mask, chosen], set(call.between)) is not None:
         return summand
     return replace(summand, value=chosen, factor=1.0, fill=-math.inf, seen=seen)
+
+
+def _sees_itself(mask: Node, call: AttentionCall, values: Values) -> bool:
+    """Whether a mask of zeros and lower numbers hides no query's own place from it."""
+    choice, (queries, keys) = values.get(mask), call.shape[-2:]
+    if not isinstance(choice, Piecewise) or choice.inside != 0 or not fixed_until(mask, call.end, values):
+        return False
+    has_place = same(queries, keys) or (isinstance(queries, int) and isinstance(keys, int) and queries <= keys)
+    lines = [padded(line, 2) for line in choice.lines]
+    here = [Line((*line.steps[:-2], line.steps[-2] + line.steps[-1]), line.start) for line in lines]
+    return has_place and all(line.never_negative for line in here)
 
 
 def _number(value: Any, where: Node, values: Values) -> float | None:
