@@ -14,6 +14,7 @@ from qframework.kernels.attention.variants import VARIANTS, resolve
 KNOWN_OPTIONS: dict[str, tuple[Any, ...]] = {
     "linear": ("off", "int8_dynamic"),
     "freeze_weights": (False, True),
+    "experts": ("off", "int8_dynamic"),
     "attention": ("auto", "sage", "off", *VARIANTS),
 }
 
@@ -24,6 +25,7 @@ class BackendOptions:
 
     linear: str = "off"
     freeze_weights: bool = False
+    experts: str = "off"
     attention: str | Mapping[str, str] = "auto"  # for all layers, or by layer
     inductor: dict[str, Any] = field(default_factory=dict)
 

@@ -22,6 +22,7 @@ from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lower_add_norm import lower_add_norm
 from qframework.backend.lower_attention import lower_attention
 from qframework.backend.lower_depthwise import lower_depthwise
+from qframework.backend.lower_experts import lower_experts
 from qframework.backend.lower_linear import lower_linear
 from qframework.backend.lower_norm import lower_norm
 from qframework.backend.lower_quantize import lower_quantize
@@ -71,11 +72,13 @@ def expand_weighted_products(lowering: Lowering) -> None:
 
 
 def report_products(lowering: Lowering) -> None:
-    """Report the products with a parameter that are no linears."""
+    """Report the products with a parameter that are no linears; lower_experts.py has reported on those of experts."""
     for node in lowering.gm.graph.nodes:
+        if is_grouped(node) and lowering.options.experts != "off":
+            continue
         if (reason := why_no_linear(node, lowering.constants.value)) is not None:
             operator = "float grouped_mm" if is_grouped(node) else f"float {operation(node)}"
-            asked = lowering.options.linear == "int8_dynamic"
+            asked = lowering.options.linear == "int8_dynamic" and not is_grouped(node)
             lowering.reports.append(LayerReport(layer_name(node), False, operator, reason, fallback=asked))
 
 
@@ -127,6 +130,7 @@ LOWERING: tuple[Pass, ...] = (
     fuse_epilogue,
     lower_linear,
     lower_float_linear,
+    lower_experts,
     report_products,
     on_graph(expand_patch_embedding),  # after the linears: its product stays in float
     lower_quantize,

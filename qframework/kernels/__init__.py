@@ -40,6 +40,7 @@ from qframework.kernels.blocks.quantize_parts import block_quantize_parts
 from qframework.kernels.blocks.sum_rows import block_sum_rows
 from qframework.kernels.blocks.transpose_blocks import block_transpose, block_transpose_sum
 from qframework.kernels.linear.cpu import cpu_implementation
+from qframework.kernels.linear.grouped import int8_grouped_linear
 from qframework.kernels.linear.int8_linear import int8_linear
 from qframework.kernels.linear.quantize_weights import quantize_weights
 from qframework.kernels.linear.zero_point_bias import zero_point_bias
@@ -69,6 +70,7 @@ __all__ = [
     "cache_append",
     "cpu_implementation",
     "decode_attention",
+    "int8_grouped_linear",
     "int8_linear",
     "mixed_attention",
     "quantize_weights",

@@ -212,8 +212,9 @@ def test_grouped_products_of_experts_are_reported(transposed):
     x = torch.randn(6, 16 if transposed else 8).bfloat16()
     with torch.no_grad():
         (layer,) = explain(Experts().eval(), (x, ends), options={"linear": "int8_dynamic"}).layers
-    assert (layer.operator, layer.lowered, layer.fallback) == ("float grouped_mm", False, True)
+    assert (layer.operator, layer.lowered, layer.fallback) == ("float grouped_mm", False, False)
     assert "the tokens of each expert by a matrix of its own" in layer.reason
+    assert "options={'experts': 'int8_dynamic', 'freeze_weights': True}" in layer.reason
 
 
 class TakenExperts(nn.Module):

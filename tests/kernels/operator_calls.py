@@ -107,6 +107,10 @@ CALLS = {
         *(ints(2, 20, 64), scale(2, 20, 1) / 100, ints(48, 64), scale(48), torch.randn(48).half()),
         *(ints(48, 64), scale(48), torch.randn(48).half(), "silu", None, torch.float16),
     ),
+    "int8_grouped_linear": lambda: (
+        *(ints(20, 64), scale(20, 1) / 100, ints(3, 48, 64), scale(3, 48), torch.tensor([5, 5, 18], dtype=torch.int32)),
+        torch.float16,
+    ),
     "mixed_attention": lambda: (*[ints(1, 2, 40, 32) for _ in range(3)], *[scale() / 50 for _ in range(3)]),
     "quantize": lambda: (torch.randn(3, 50), scale(), torch.tensor([-5], dtype=torch.int32)),
     "quantize_weights": lambda: ([torch.randn(4, 32), torch.randn(2, 64)],),

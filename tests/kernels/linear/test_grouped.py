@@ -1,0 +1,150 @@
+"""int8_grouped_linear, the linears of experts, on every implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.linear import grouped
+from qframework.kernels.linear.grouped import (
+    INT8_GROUPED_LINEAR,
+    Int8GroupedLinearArguments,
+    choose_tile,
+    int8_grouped_linear,
+    int8_grouped_linear_ref,
+)
+
+GROUPS = {
+    "even": [40, 40, 40],
+    "empty ones": [0, 7, 0, 0, 130, 0],
+    "one has all": [0, 0, 90],
+    "rows of no expert": [3, 150, 20, -100],  # the last number: rows behind the experts
+    "no row has an expert": [0, 0, -33],
+    "single": [65],
+    "many": [1, 0, 2] * 11,
+}
+SHAPES = [(64, 128), (48, 100), (200, 256), (17, 16)]  # N, K
+
+
+def case(groups: list[int], n: int, k: int, place: str) -> tuple[Tensor, ...]:
+    """Full-range operands."""
+    generator = torch.Generator().manual_seed(n + len(groups))
+    counts = [count for count in groups if count >= 0]
+    rows = sum(map(abs, groups))
+    a = torch.randint(-127, 128, (rows, k), dtype=torch.int8, generator=generator)
+    b = torch.randint(-127, 128, (len(counts), n, k), dtype=torch.int8, generator=generator)
+    a_scale = (0.5 + torch.rand(rows, 1, generator=generator)) / 73
+    b_scale = (0.5 + torch.rand(len(counts), n, generator=generator)) / 73
+    offsets = torch.tensor(counts).cumsum(0).int()
+    return tuple(x.to(place) for x in (a, a_scale, b, b_scale, offsets))
+
+
+@pytest.fixture
+def run(implementation: str) -> Any:
+    return {"cpu": torch.ops.qframework.int8_grouped_linear, "triton": INT8_GROUPED_LINEAR.cuda}[implementation]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_each_expert_has_its_rows(run: Any, place: str, groups: str, shape: tuple[int, int]) -> None:
+    operands = case(GROUPS[groups], *shape, place)
+    found = run(*operands, torch.float32).cpu()
+    expected = int8_grouped_linear_ref(Int8GroupedLinearArguments(*(x.cpu() for x in operands)))
+    torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)  # two products, rounded in either order
+    behind = int(operands[4][-1])
+    assert not found[behind:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes_of_the_result(run: Any, place: str, dtype: torch.dtype) -> None:
+    operands = case([30, 4, 0, 61], 40, 64, place)
+    exact = run(*operands, torch.float32)
+    found = run(*operands, dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, exact.to(dtype), rtol=0 if dtype == torch.float32 else 1e-2, atol=0)
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+def test_tiles(implementation: str, place: str, block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that end at, before and behind the end of a tile."""
+    if implementation == "cpu":
+        pytest.skip("has no tiles")
+    monkeypatch.setattr(grouped, "choose_tile", lambda *sizes: choose_tile(128, 1, None)._replace(block_m=block_m))
+    operands = case([block_m, block_m - 1, block_m + 1, 0, 1, -2 * block_m - 1], 130, 64, place)
+    found = INT8_GROUPED_LINEAR.cuda(*operands, torch.float32).cpu()
+    expected = int8_grouped_linear_ref(Int8GroupedLinearArguments(*(x.cpu() for x in operands)))
+    torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
+
+
+def test_strided_rows(run: Any, place: str) -> None:
+    a, *rest = case([20, 31], 32, 64, place)
+    wide = torch.cat([a, a.flip(1)], 1)
+    assert torch.equal(run(wide[:, :64], *rest), run(a, *rest))
+    assert torch.equal(run(a.t().contiguous().t(), *rest), run(a, *rest))
+    b = rest[1].transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(run(a, rest[0], b, *rest[2:]), run(a, *rest))
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 8, 16), (5, 0, 8, 16), (5, 3, 0, 16), (5, 3, 8, 0)])
+def test_empty(run: Any, place: str, sizes: tuple[int, int, int, int]) -> None:
+    rows, experts, n, k = sizes
+    given = (torch.ones(rows, k, dtype=torch.int8), torch.ones(rows, 1), torch.ones(experts, n, k, dtype=torch.int8))
+    found = run(*(x.to(place) for x in (*given, torch.ones(experts, n), torch.full((experts,), rows).int())))
+    assert found.shape == (rows, n)
+    assert not found.any()
+
+
+def test_tiles_have_as_many_rows_as_an_expert_has() -> None:
+    rows = {tokens: choose_tile(tokens, 8, (9, 0)).block_m for tokens in (1, 128, 200, 512, 4096)}
+    assert rows == {1: 16, 128: 16, 200: 32, 512: 64, 4096: 128}
+    for capability, room in (((8, 0), 163), ((8, 9), 99), ((9, 0), 227), ((12, 0), 99), (None, 163)):
+        tile = choose_tile(4096, 8, capability)
+        assert tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k <= room * 1024
+
+
+def test_offsets_out_of_range_reach_no_other_memory(implementation: str, place: str) -> None:
+    """A GPU clamps them, without waiting for itself."""
+    a, a_scale, b, b_scale, _ = case([10, 10, 10], 16, 32, place)
+    for ends in ([-5, 12, 99], [20, 5, 30]):
+        offsets = torch.tensor(ends, dtype=torch.int32, device=place)
+        if implementation == "cpu":
+            with pytest.raises(QFrameworkError, match="offsets must not decrease, from 0 to a's 30 rows at most"):
+                torch.ops.qframework.int8_grouped_linear(a, a_scale, b, b_scale, offsets)
+        else:
+            out = INT8_GROUPED_LINEAR.cuda(a, a_scale, b, b_scale, offsets)
+            clamped = INT8_GROUPED_LINEAR.cuda(a, a_scale, b, b_scale, offsets.clamp(0, 30))
+            assert out.shape == (30, 16)
+            if ends[0] < 0:
+                assert torch.equal(out, clamped)
+
+
+A, A_SCALE, B, B_SCALE, OFFSETS = case([10, 20], 16, 32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"a": A.float()}, UnsupportedError, "a must have dtype int8"),
+        ({"b": B[0]}, QFrameworkError, r"a and b must have shapes \(T, K\) and \(E, N, K\)"),
+        ({"b": B[..., :30]}, QFrameworkError, r"got \(30, 32\) and \(2, 16, 30\)"),
+        ({"a_scale": A_SCALE[:, 0]}, QFrameworkError, "a_scale must have shape"),
+        ({"b_scale": B_SCALE[0]}, QFrameworkError, "b_scale must have shape"),
+        ({"offsets": OFFSETS[:1]}, QFrameworkError, "offsets must have shape"),
+        ({"offsets": OFFSETS.long()}, UnsupportedError, "offsets must have dtype int32"),
+        ({"out_dtype": torch.int8}, UnsupportedError, "out_dtype must be float32, float16 or bfloat16"),
+    ],
+)
+def test_errors(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+    arguments = {"a": A, "a_scale": A_SCALE, "b": B, "b_scale": B_SCALE, "offsets": OFFSETS} | given
+    with pytest.raises(kind, match=f"int8_grouped_linear: {message}|{message}"):
+        int8_grouped_linear(**arguments)
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(
+        torch.ops.qframework.int8_grouped_linear.default, (A, A_SCALE, B, B_SCALE, OFFSETS, torch.float16)
+    )
