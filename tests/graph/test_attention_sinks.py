@@ -258,3 +258,18 @@ def test_other_float_masks_stay(model: nn.Module) -> None:
     (call,) = capture.calls
     assert fake_value(call["attn_mask"]).dtype == torch.float32
     assert (out - model(q, k, v, seen)).abs().max() < error_bound(q, k, v, SCALE)
+
+
+def test_a_float_mask_whose_bool_one_is_written_stays() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        seen = seen.clone()
+        mask = torch.where(seen, torch.tensor(0.0), -1e9)
+        seen.fill_(False)
+        sinks = SINKS.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        return torch.cat([product(q, k) * SCALE + mask, sinks], -1).softmax(-1)[..., :-1] @ v
+
+    (q, k, v), seen = qkv(), seen_keys()
+    out, capture = compiled(attend, q, k, v, seen)
+    (call,) = capture.calls
+    assert fake_value(call["attn_mask"]).dtype == torch.float32
+    assert (out - attend(q, k, v, seen)).abs().max() < error_bound(q, k, v, SCALE)
