@@ -80,6 +80,19 @@ def test_tiles(implementation: str, place: str, block_m: int, monkeypatch: pytes
     torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
 
 
+def test_a_program_writes_rows_of_its_expert_alone(implementation: str, place: str) -> None:
+    """Programs run at the same time: another's rows must not be written first or last."""
+    if implementation == "cpu":
+        pytest.skip("has no programs")
+    a, a_scale, b, b_scale, offsets = case([5, 20, -9], 32, 64, place)
+    for tile, rows in enumerate((range(5), range(5, 21), range(21, 25), range(25, 34))):
+        out = torch.full((34, 32), torch.nan, device=place)
+        grid = grouped._int8_grouped_linear_kernel[(tile + 1, 1)]
+        sizes = {"T": 34, "N": 32, "K": 64, "E": 2, "stride_a": 64, "EXPERTS": 2, "EVEN_K": True}
+        grid(a, a_scale, b, b_scale, offsets, out, **sizes, BLOCK_M=16, BLOCK_N=32, BLOCK_K=64)
+        assert out.isnan().all(1).nonzero().flatten().tolist() == list(range(rows.stop, 34))
+
+
 def test_strided_rows(run: Any, place: str) -> None:
     a, *rest = case([20, 31], 32, 64, place)
     wide = torch.cat([a, a.flip(1)], 1)
