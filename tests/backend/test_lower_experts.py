@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qframework import explain
+from qframework import explain, quantize
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.grouped import MOST_EXPERTS
@@ -75,6 +75,25 @@ def test_experts_are_quantized(transposed: bool) -> None:
             parameter.copy_(rounded(parameter, dim))
         again = torch.compile(model, backend="qframework", options=OPTIONS)(x, ends)
         assert sqnr_db(model(x, ends).float(), again.float()) > sqnr_db(exact.float(), out.float())
+
+
+def test_beside_static_layers_of_a_converted_model() -> None:
+    class Mixed(Experts):
+        def __init__(self) -> None:
+            super().__init__(False)
+            self.fc = nn.Linear(32, 32).bfloat16()
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return super().forward(self.fc(x), ends)
+
+    model, (x, ends) = Mixed().eval(), inputs()
+    quantized = quantize(model, (x, ends), "static_int8", [(x, ends)], dynamic_shapes=None)
+    with torch.no_grad():
+        layers = explain(quantized, (x, ends), options=OPTIONS).layers
+        assert [layer.lowered for layer in layers] == [True] * 3
+        assert [layer.operator for layer in layers[1:]] == [OPERATOR] * 2
+        out = torch.compile(quantized, backend="qframework", options=OPTIONS)(x, ends)
+        assert sqnr_db(model(x, ends).float(), out.float()) > 30
 
 
 def test_other_groups_need_no_compilation() -> None:
