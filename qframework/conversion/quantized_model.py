@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 
 from qframework.backend import Report, explain
 from qframework.compat import pytree
-from qframework.conversion.activation_scales import KEY, scales_of, set_scales
 from qframework.conversion.example_call import accept_float_calls, float_call
 from qframework.conversion.recipe_check import RECIPE_NOTE
 from qframework.conversion.stand_in import move_devices, record_module, stand_in
@@ -22,6 +21,7 @@ from qframework.errors import UnsupportedError
 from qframework.export.onnx_export import write_onnx
 from qframework.export.package import write_package
 from qframework.export.report import OnnxReport
+from qframework.graph.activation_scales import CarriesScales
 from qframework.graph.none_inputs import check_none_inputs
 from qframework.graph.rewrites.detached import detach_outputs
 from qframework.graph.rewrites.late_dequantize import dequantize_late
@@ -29,7 +29,7 @@ from qframework.graph.source import look_up_once
 from qframework.serialization import save
 
 
-class QuantizedModel(GraphModule):
+class QuantizedModel(CarriesScales, GraphModule):
     """A quantized model: an ordinary module, for ``torch.compile(..., backend="qframework")``.
 
     Without compilation it simulates the INT8 model in float, slowly. ``quantize`` makes it. Its outputs carry no
@@ -139,30 +139,6 @@ class QuantizedModel(GraphModule):
         moved = super()._apply(fn, recurse)
         move_devices(self)
         return moved
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + KEY] = scales_of(self)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """``load_state_dict``: the scales in the graph become those of the loaded tensors too."""
-        scales = state_dict.pop(prefix + KEY, None)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if scales is None:
-            missing_keys.append(prefix + KEY)
-        elif wrong := set_scales(self, scales):
-            error_msgs.append(wrong)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied: Any = super().__deepcopy__(memo)

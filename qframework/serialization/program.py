@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from qframework.compat import pytree
 from qframework.errors import FileFormatError
 from qframework.files import parse_json
+from qframework.graph.activation_scales import CarriesScales
 from qframework.graph.none_inputs import check_none_inputs
 from qframework.graph.rewrites.detached import detach_outputs
 from qframework.graph.rewrites.late_dequantize import dequantize_late
@@ -89,7 +90,23 @@ def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constant
     dequantize_late(model)
     look_up_once(model)
     detach_outputs(model)
-    return model
+    return _LoadedModel.of(model)
+
+
+class _LoadedModel(CarriesScales, GraphModule):
+    """A graph from a file, whose state dict holds its scales."""
+
+    @classmethod
+    def of(cls, model: GraphModule) -> GraphModule:
+        """``model`` with its checks of inputs."""
+        loaded = cls(model, model.graph, "LoadedModel")
+        loaded.train(False)
+        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "meta"):
+            setattr(loaded, name, getattr(model, name))
+        for name in ("range_constraints", "validate_inputs", "train", "eval"):
+            if name in model.__dict__:
+                setattr(loaded, name, model.__dict__[name])
+        return loaded
 
 
 def _check_source(source: str, where: str) -> None:

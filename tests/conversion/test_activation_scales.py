@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
 from quantized_models import MLP
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import qframework
-from qframework.conversion.activation_scales import KEY
 from qframework.conversion.quantized_model import QuantizedModel
+from qframework.graph.activation_scales import KEY
 from qframework.quantizer import QuantizationConfig, dynamic_int8, static_int8
 
 
@@ -47,6 +50,44 @@ def test_a_compiled_model_takes_them_too() -> None:
         assert not torch.equal(compiled(x), wanted(x))
         fresh.load_state_dict(trained.state_dict())
         assert torch.equal(compiled(x), wanted(x))
+
+
+def in_file(model: QuantizedModel, path: Path) -> GraphModule:
+    """The model as it comes back from a file."""
+    model.save(path)
+    return qframework.load(path)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("config", [static_int8(), dynamic_int8()])
+def test_loaded_models_take_them_from_each_other_and_from_quantized_ones(
+    config: QuantizationConfig, tmp_path: Path
+) -> None:
+    (trained, x), (fresh, _) = quantized(0, 1.0, config), quantized(1, 0.01, config)
+    wanted, path = trained(x), tmp_path / "model.pt2"
+    loaded, read = in_file(trained, path), in_file(fresh, path)
+    compiled = torch.compile(read, backend="qframework")
+    with torch.no_grad():
+        assert not torch.equal(compiled(x), wanted)
+        read.load_state_dict(saved(loaded))
+        assert torch.equal(read(x), wanted)
+        torch.testing.assert_close(compiled(x), torch.compile(trained, backend="qframework")(x), rtol=0, atol=0)
+    copied = copy.deepcopy(in_file(fresh, path))
+    copied.load_state_dict(saved(trained))
+    assert torch.equal(copied(x), wanted)
+    fresh.load_state_dict(saved(loaded))
+    assert torch.equal(fresh(x), wanted)
+    assert torch.equal(in_file(fresh, path)(x), wanted)
+
+
+def test_loaded_models_check_their_inputs_and_stay_in_evaluation(tmp_path: Path) -> None:
+    model, x = quantized(0, 1.0, static_int8())
+    for read in (in_file(model, tmp_path / "model.pt2"), copy.deepcopy(in_file(model, tmp_path / "model.pt2"))):
+        with pytest.raises((AssertionError, RuntimeError), match=r"size\(\)\[1\] == 16|shape\[1\] to be equal to 16"):
+            read(x[:, :-1])
+    assert not read.training
+    with pytest.raises(NotImplementedError, match="train"):
+        in_file(model, tmp_path / "model.pt2").train()
 
 
 def test_a_part_of_a_model_takes_them_too() -> None:

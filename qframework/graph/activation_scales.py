@@ -6,13 +6,41 @@ reach them: the loaded weights would run with the scales of other calibration da
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 KEY = "activation_scales"  # in a state dict, behind the prefix of the module
+
+
+class CarriesScales:
+    """A base of modules that are graphs: their state dict holds the scales in the graph, under ``KEY``."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        destination[prefix + KEY] = scales_of(cast(GraphModule, self))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """``load_state_dict``: the scales in the graph become those of the loaded tensors too."""
+        scales = state_dict.pop(prefix + KEY, None)
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if scales is None:
+            missing_keys.append(prefix + KEY)
+        elif wrong := set_scales(cast(GraphModule, self), scales):
+            error_msgs.append(wrong)
 
 
 def scales_of(gm: GraphModule) -> Tensor:
