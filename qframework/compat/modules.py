@@ -76,3 +76,9 @@ __all__ = [
     "with_parameters",
     "with_submodules",
 ]
+
+
+def share_forward_pre_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Let ``target`` run what ``source`` runs before each call."""
+    target._forward_pre_hooks = source._forward_pre_hooks
+    target._forward_pre_hooks_with_kwargs = source._forward_pre_hooks_with_kwargs

@@ -21,6 +21,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx import GraphModule
 
 from qframework.compat import pytree
+from qframework.compat.modules import share_forward_pre_hooks
 from qframework.errors import FileFormatError
 from qframework.files import parse_json
 from qframework.graph.activation_scales import CarriesScales
@@ -101,8 +102,8 @@ class _LoadedModel(CarriesScales, GraphModule):
         """``model`` with its checks of inputs."""
         loaded = cls(model, model.graph, "LoadedModel")
         loaded.train(False)
-        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "meta"):
-            setattr(loaded, name, getattr(model, name))
+        share_forward_pre_hooks(model, loaded)
+        loaded.meta = model.meta
         for name in ("range_constraints", "validate_inputs", "train", "eval"):
             if name in model.__dict__:
                 setattr(loaded, name, model.__dict__[name])
