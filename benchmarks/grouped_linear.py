@@ -17,8 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import kernel_command
-from qframework.kernels.linear import grouped
-from qframework.kernels.linear.grouped import GroupedTile, Int8GroupedLinearArguments, choose_tile
+from qframework.kernels.linear.grouped import (
+    GroupedTile,
+    Int8GroupedLinearArguments,
+    choose_tile,
+    int8_grouped_linear_triton,
+)
 from qframework.numerics import quantize_weight
 from qframework.tuning.kernel_tiles import graph_microseconds
 
@@ -93,19 +97,8 @@ def forms(case: Case, tiles: Sequence[GroupedTile]) -> Iterator[tuple[str, Calla
     yield "int8 and quantize", whole
     yield "int8", functools.partial(torch.ops.qframework.int8_grouped_linear, x, scale, *operands)
     for tile in tiles:
-        yield (
-            f"int8 {tuple(tile)}",
-            functools.partial(_with_tile, tile, Int8GroupedLinearArguments(x, scale, *operands)),
-        )
-
-
-def _with_tile(tile: GroupedTile, call: Int8GroupedLinearArguments) -> Tensor:
-    chosen = grouped.choose_tile
-    grouped.choose_tile = lambda rows, experts, capability: tile
-    try:
-        return grouped.int8_grouped_linear_triton(call)
-    finally:
-        grouped.choose_tile = chosen
+        call = Int8GroupedLinearArguments(x, scale, *operands)
+        yield f"int8 {tuple(tile)}", functools.partial(int8_grouped_linear_triton, call, tile)
 
 
 def error(case: Case, result: Tensor) -> float:

@@ -90,7 +90,7 @@ def lower_float_linear(lowering: Lowering) -> None:
     gm, constants, scales = lowering.gm, lowering.constants, lowering.scales
     anew = {layer_name(node) for node in gm.graph.nodes if linear_call(node) is not None}
     reports = [each for each in lowering.reports if each.lowered or each.kind != "linear" or each.name not in anew]
-    inputs = _SharedQuantize(gm)
+    inputs = SharedQuantize(gm)
     weights = _FrozenWeights(gm, constants, scales) if lowering.options.freeze_weights else None
     for node in list(gm.graph.nodes):
         call = linear_call(node)
@@ -216,7 +216,7 @@ def _not_computable(fake: Tensor | None) -> str | None:
     return "must have at least one dimension, got a scalar" if fake.ndim == 0 else None
 
 
-class _SharedQuantize:
+class SharedQuantize:
     """``dynamic_quantize`` nodes, shared by layers that read the same tensor: q, k and v, or tied weights."""
 
     def __init__(self, gm: GraphModule) -> None:

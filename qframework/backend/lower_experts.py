@@ -17,7 +17,6 @@ or not at all: ``"freeze_weights"`` must be True. No GPU has timed the operator 
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qframework import numerics
+from qframework.backend.float_linear import SharedQuantize
 from qframework.backend.lowering import Lowering
 from qframework.backend.quantized_linear import Quantized
 from qframework.backend.report import LayerReport
@@ -43,8 +43,6 @@ from qframework.graph.writes import written_between
 from qframework.kernels.linear.grouped import MOST_EXPERTS
 from qframework.numerics import FLOAT_DTYPES
 
-_OURS = torch.ops.qframework
-
 
 class _Call(NamedTuple):
     """A product of each expert's rows of ``x`` with its matrix in ``parameter``, ``(E, N, K)`` if transposed."""
@@ -60,6 +58,7 @@ def lower_experts(lowering: Lowering) -> None:
     """Replace every product of experts with parameters, and report on those that stay in float."""
     if lowering.options.experts == "off":
         return
+    inputs = SharedQuantize(lowering.gm)
     weights: dict[tuple[Node, bool], Quantized] = {}
     for node in list(lowering.gm.graph.nodes):
         if not is_grouped(node) or why_no_linear(node, lowering.constants.value) is None:
@@ -71,7 +70,7 @@ def lower_experts(lowering: Lowering) -> None:
         key = found.parameter, found.is_transposed
         if key not in weights:
             weights[key] = _frozen(found, lowering)
-        _replace(node, found, weights[key])
+        _replace(node, found, inputs.before(node, found.x), weights[key])
         operator_text = "qframework::int8_grouped_linear after dynamic_quantize, weights quantized once"
         lowering.reports.append(LayerReport(layer_name(node), True, operator_text, ""))
 
@@ -125,11 +124,9 @@ def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([q for q, _ in each]).contiguous(), torch.stack([scale for _, scale in each])
 
 
-def _replace(node: Node, call: _Call, weight: Quantized) -> None:
+def _replace(node: Node, call: _Call, x: Quantized, weight: Quantized) -> None:
     with node.graph.inserting_before(node):
-        both = add_call(node, _OURS.dynamic_quantize.default, (call.x, "per_token"))
-        value, scale = (add_call(node, operator.getitem, (both, place)) for place in range(2))
-        operands = (value, scale, weight.value, weight.scale, call.ends, call.dtype)
-        new = add_call(node, _OURS.int8_grouped_linear.default, operands)
+        operands = (x.value, x.scale, weight.value, weight.scale, call.ends, call.dtype)
+        new = add_call(node, torch.ops.qframework.int8_grouped_linear.default, operands)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)

@@ -13,16 +13,16 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx import GraphModule
 
 from qframework.compat import pytree
 from qframework.compat.modules import share_forward_pre_hooks
-from qframework.errors import FileFormatError
+from qframework.errors import FileFormatError, UnsupportedError
 from qframework.files import parse_json
 from qframework.graph.activation_scales import CarriesScales
 from qframework.graph.none_inputs import check_none_inputs
@@ -101,13 +101,22 @@ class _LoadedModel(CarriesScales, GraphModule):
     def of(cls, model: GraphModule) -> GraphModule:
         """``model`` with its checks of inputs."""
         loaded = cls(model, model.graph, "LoadedModel")
-        loaded.train(False)
+        nn.Module.train(loaded, False)
         share_forward_pre_hooks(model, loaded)
         loaded.meta = model.meta
-        for name in ("range_constraints", "validate_inputs", "train", "eval"):
+        for name in ("range_constraints", "validate_inputs"):  # what the checks read
             if name in model.__dict__:
                 setattr(loaded, name, model.__dict__[name])
         return loaded
+
+    def train(self, mode: bool = True) -> Self:
+        """Only ``eval()``, which changes nothing. Raises UnsupportedError for ``train()``."""
+        if mode:
+            raise UnsupportedError(
+                "load: mode must be False, got True: a quantized model cannot be trained. Train the float model, and "
+                "quantize it again"
+            )
+        return self
 
 
 def _check_source(source: str, where: str) -> None:

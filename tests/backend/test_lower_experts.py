@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 from qframework import explain, quantize
 from qframework.backend.compile import lower
@@ -17,6 +18,7 @@ from qframework.kernels.linear.grouped import MOST_EXPERTS
 from qframework.numerics import quantize_weight, sqnr_db
 
 OPTIONS: dict[str, Any] = {"experts": "int8_dynamic", "freeze_weights": True}
+GROUPED = torch.ops.qframework.int8_grouped_linear.default
 OPERATOR = "qframework::int8_grouped_linear after dynamic_quantize, weights quantized once"
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -32,14 +34,8 @@ class Experts(nn.Module):
         super().__init__()
         self.transposed = transposed
         generator = torch.Generator().manual_seed(0)
-        self.up, self.down = (
-            nn.Parameter(torch.randn(experts, *sizes, generator=generator).bfloat16() / 8)
-            for sizes in (((32, 64), (48, 32)) if transposed else ((64, 32), (32, 48)))
-        )
-        if not transposed:
-            self.up, self.down = nn.Parameter(self.up.detach()[:, :48]), nn.Parameter(self.down.detach())
-        else:
-            self.up = nn.Parameter(self.up.detach()[..., :48].contiguous())
+        up, down = (torch.randn(experts, *sizes, generator=generator).bfloat16() / 8 for sizes in ((48, 32), (32, 48)))
+        self.up, self.down = (nn.Parameter(x.transpose(1, 2).contiguous() if transposed else x) for x in (up, down))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         up, down = (each if self.transposed else each.transpose(-2, -1) for each in (self.up, self.down))
@@ -57,6 +53,20 @@ def rounded(weight: Tensor, dim: int) -> Tensor:
     rows = weight.float().movedim(dim, -1)
     q, scale = quantize_weight(rows.reshape(-1, rows.shape[-1]))
     return (q * scale.unsqueeze(-1)).view_as(rows).movedim(-1, dim)
+
+
+def calls_of(model: nn.Module, operator: Any) -> list[Node]:
+    """The calls of an operator in the lowered graph."""
+    graphs = []
+
+    def backend(gm: GraphModule, example: Any) -> Any:
+        lower(gm, example, BackendOptions(**OPTIONS))
+        graphs.append(gm.graph)
+        return gm
+
+    with torch.no_grad():
+        torch.compile(model.eval(), backend=backend, fullgraph=True)(*inputs())
+    return [*graphs[0].find_nodes(op="call_function", target=operator)]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -126,19 +136,27 @@ def test_a_shared_weight_is_quantized_once() -> None:
             weight = self.weight.transpose(-2, -1)
             return F.grouped_mm(F.grouped_mm(x, weight, offs=ends), weight, offs=ends)
 
-    graphs = []
-
-    def backend(gm: Any, example: Any) -> Any:
-        lower(gm, example, BackendOptions(**OPTIONS))
-        graphs.append(gm)
-        return gm
-
-    model = Twice().eval()
-    with torch.no_grad():
-        torch.compile(model, backend=backend)(*inputs())
-    calls = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.qframework.int8_grouped_linear.default)
+    calls = calls_of(Twice(), GROUPED)
     assert len(calls) == 2
     assert calls[0].args[2:4] == calls[1].args[2:4]
+
+
+def test_an_input_of_two_products_is_quantized_once() -> None:
+    """Gate and up projection of experts whose matrices are apart."""
+
+    class Apart(Experts):
+        def __init__(self) -> None:
+            super().__init__(False)
+            self.gate = nn.Parameter(self.up.detach().flip(0))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            gate, up = (F.grouped_mm(x, each.transpose(-2, -1), offs=ends) for each in (self.gate, self.up))
+            return F.silu(gate) * up
+
+    model = Apart()
+    assert len(calls_of(model, GROUPED)) == 2
+    torch._dynamo.reset()
+    assert len(calls_of(model, torch.ops.qframework.dynamic_quantize.default)) == 1
 
 
 def test_weights_that_the_graph_writes_stay_in_float() -> None:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 import qframework
 from qframework.conversion.quantized_model import QuantizedModel
+from qframework.errors import UnsupportedError
 from qframework.graph.activation_scales import KEY
 from qframework.quantizer import QuantizationConfig, dynamic_int8, static_int8
 
@@ -85,9 +86,10 @@ def test_loaded_models_check_their_inputs_and_stay_in_evaluation(tmp_path: Path)
     for read in (in_file(model, tmp_path / "model.pt2"), copy.deepcopy(in_file(model, tmp_path / "model.pt2"))):
         with pytest.raises((AssertionError, RuntimeError), match=r"size\(\)\[1\] == 16|shape\[1\] to be equal to 16"):
             read(x[:, :-1])
-    assert not read.training
-    with pytest.raises(NotImplementedError, match="train"):
-        in_file(model, tmp_path / "model.pt2").train()
+        assert read.eval() is read
+        assert not read.training
+        with pytest.raises(UnsupportedError, match="load: mode must be False, got True"):
+            read.train()
 
 
 def test_a_part_of_a_model_takes_them_too() -> None:

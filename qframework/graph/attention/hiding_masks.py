@@ -43,11 +43,15 @@ def _as_bool(summand: Summand, call: AttentionCall, values: Values) -> Summand:
         return summand
     if operation(mask) == "where":
         chosen, first, second = (
-            argument(mask, i, *names) for i, names in enumerate((("condition",), ("input", "self"), ("other",)))
+            argument(mask, 0, "condition"),
+            argument(mask, 1, "input", "self"),
+            argument(mask, 2, "other"),
         )
     else:
         second, chosen, first = (
-            argument(mask, i, *names) for i, names in enumerate((("input", "self"), ("mask",), ("value",)))
+            argument(mask, 0, "input", "self"),
+            argument(mask, 1, "mask"),
+            argument(mask, 2, "value"),
         )
     numbers = [_number(each, mask, values) for each in (first, second)]
     added = [None if number is None else summand.factor * number for number in numbers]

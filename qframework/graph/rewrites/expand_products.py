@@ -34,8 +34,11 @@ ValueOf = Callable[[Node], Tensor | None]
 
 _PRODUCTS = {"addmm": 2, "baddbmm": 2, "matmul": 1, "mm": 1, "bmm": 1}  # and the index of the right operand
 
-_GROUPED = "it multiplies the tokens of each expert by a matrix of its own, and there is no INT8 kernel for that"
-_OF_EXPERTS = (
+_TAKEN = (
+    "it multiplies the tokens of each expert by a matrix of its own, which is taken for each token, and there is no "
+    "INT8 kernel for that. transformers' model.set_experts_implementation('grouped_mm') sorts tokens by expert instead"
+)
+_GROUPED = (
     "it multiplies the tokens of each expert by a matrix of its own, whose INT8 kernel no GPU has timed yet. Pass "
     "options={'experts': 'int8_dynamic', 'freeze_weights': True} to use it"
 )
@@ -97,9 +100,9 @@ def why_no_linear(node: Node, value_of: ValueOf) -> str | None:
     """Why a product with a parameter on the right is no linear; None for a linear and for any other node."""
     if is_grouped(node):
         read = [_parameter(each, value_of) for each in node.all_input_nodes]
-        return _OF_EXPERTS if any(weight is not None for weight in read) else None
+        return _GROUPED if any(weight is not None for weight in read) else None
     if _takes_matrices(node, value_of):
-        return _GROUPED
+        return _TAKEN
     name = operation(node)
     if name == "einsum":
         operands = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (list, tuple)) else node.args[1:]

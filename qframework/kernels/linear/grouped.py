@@ -192,15 +192,18 @@ def _int8_grouped_linear_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=rows[:, None] & columns[None, :])
 
 
-def int8_grouped_linear_triton(x: Int8GroupedLinearArguments) -> Tensor:
-    """``int8_grouped_linear`` on a GPU. Offsets, which it cannot check without waiting for the GPU, are clamped."""
+def int8_grouped_linear_triton(x: Int8GroupedLinearArguments, tile: GroupedTile | None = None) -> Tensor:
+    """``int8_grouped_linear`` on a GPU, by default with the tile of :func:`choose_tile`.
+
+    Offsets, which it cannot check without waiting for the GPU, are clamped.
+    """
     check_device(x.a.device)
     (rows, inputs), (experts, outputs, _) = x.a.shape, x.b.shape
     out = x.empty_result()
     if not out.numel() or not experts:
         return out.zero_()
     a = x.a if x.a.stride(1) == 1 else x.a.contiguous()
-    tile = choose_tile(rows, experts, capability_of(a.device))
+    tile = tile or choose_tile(rows, experts, capability_of(a.device))
     launch(_int8_grouped_linear_kernel, (cdiv(rows, tile.block_m) + experts, cdiv(outputs, tile.block_n)))(
         a,
         x.a_scale.contiguous(),

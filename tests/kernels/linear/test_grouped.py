@@ -16,7 +16,9 @@ from qframework.kernels.linear.grouped import (
     choose_tile,
     int8_grouped_linear,
     int8_grouped_linear_ref,
+    int8_grouped_linear_triton,
 )
+from qframework.kernels.runtime.triton import INTERPRET
 
 GROUPS = {
     "even": [40, 40, 40],
@@ -65,17 +67,18 @@ def test_dtypes_of_the_result(run: Any, place: str, dtype: torch.dtype) -> None:
     exact = run(*operands, torch.float32)
     found = run(*operands, dtype)
     assert found.dtype == dtype
-    torch.testing.assert_close(found, exact.to(dtype), rtol=0 if dtype == torch.float32 else 1e-2, atol=0)
+    cut = dtype == torch.bfloat16 and INTERPRET  # Triton's interpreter does not round to bfloat16
+    torch.testing.assert_close(found, exact.to(dtype), rtol=2**-7 if cut else 0, atol=0)
 
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
-def test_tiles(implementation: str, place: str, block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles(implementation: str, place: str, block_m: int) -> None:
     """Groups that end at, before and behind the end of a tile."""
     if implementation == "cpu":
         pytest.skip("has no tiles")
-    monkeypatch.setattr(grouped, "choose_tile", lambda *sizes: choose_tile(128, 1, None)._replace(block_m=block_m))
+    tile = choose_tile(128, 1, None)._replace(block_m=block_m)
     operands = case([block_m, block_m - 1, block_m + 1, 0, 1, -2 * block_m - 1], 130, 64, place)
-    found = INT8_GROUPED_LINEAR.cuda(*operands, torch.float32).cpu()
+    found = int8_grouped_linear_triton(Int8GroupedLinearArguments(*operands), tile).cpu()
     expected = int8_grouped_linear_ref(Int8GroupedLinearArguments(*(x.cpu() for x in operands)))
     torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
 
@@ -153,7 +156,7 @@ A, A_SCALE, B, B_SCALE, OFFSETS = case([10, 20], 16, 32, "cpu")
 )
 def test_errors(given: dict[str, Any], kind: type[Exception], message: str) -> None:
     arguments = {"a": A, "a_scale": A_SCALE, "b": B, "b_scale": B_SCALE, "offsets": OFFSETS} | given
-    with pytest.raises(kind, match=f"int8_grouped_linear: {message}|{message}"):
+    with pytest.raises(kind, match=f"int8_grouped_linear: .*{message}"):
         int8_grouped_linear(**arguments)
 
 
