@@ -90,6 +90,8 @@ def test_loaded_models_check_their_inputs_and_stay_in_evaluation(tmp_path: Path)
         assert not read.training
         with pytest.raises(UnsupportedError, match="load: mode must be False, got True"):
             read.train()
+    with pytest.raises(ValueError, match="exported input tree spec"):
+        in_file(model, tmp_path / "model.pt2")(x, x)
 
 
 def test_a_part_of_a_model_takes_them_too() -> None:
