@@ -110,9 +110,10 @@ def sage_attention(
         sm_scale: another name of ``scale``.
         backward: what computes the gradient. ``"exact"``: exact attention, recomputed with PyTorch's. ``"int8"``: 8-bit
             products (SageBwd), all but dO V^T, of which one operand is the output's gradient. ``"mixed"``: logits of
-            the forward pass, and 16-bit products of the rounded Q and K otherwise. The last two take no ``attn_mask``,
-            variants that quantize Q and K per block (``"auto"``, ``"sage_b"``, ``"sage_vb"``), first derivatives only,
-            and change nothing where no gradient is needed.
+            the forward pass, and 16-bit products of the rounded Q and K otherwise; on Hopper ``"auto"`` leaves calls
+            to PyTorch's attention, backward pass included, that are not faster so. The last two take no ``attn_mask``,
+            variants that quantize Q and K per block (``"auto"``, ``"sage_b"``, ``"sage_vb"``, ``"integer_exp"``), first
+            derivatives only, and change nothing where no gradient is needed.
         softcap: logits ``s = query @ key.T * scale`` become ``softcap * tanh(s / softcap)`` before ``attn_mask`` is
             added (Gemma 2); positive, up to 16,384. With ``backward="exact"`` only, whose gradient then builds the
             logits in memory in float32. ``"auto"`` takes plain PyTorch on a CPU, and on every GPU the kernel, since
@@ -193,6 +194,12 @@ def attend(
     call = call._replace(softcap=softcap)
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if backward != "exact" and (needs_gradient or dropout_p != 0.0):
+        plain = backward == "mixed" and variant == "auto" and dropout_p == 0.0 and not return_lse
+        if plain and left_to_pytorch.is_gradient_left_to_pytorch(call):
+            call.check()
+            left_to_pytorch.note_left_to_pytorch(query.device.type)
+            out = left_to_pytorch.attend_with_pytorch(call, None)
+            return (out.squeeze(0) if added else out), query.new_empty(0)
         out, lse = _int8_gradient(call, spec_of(variant), return_lse, backward, dropout_p)
         return (out.squeeze(0), lse.squeeze(0)) if added else (out, lse)
     if variant == "auto" and not return_lse and left_to_pytorch.is_left_to_pytorch(call, sinks):

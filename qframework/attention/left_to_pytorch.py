@@ -13,7 +13,13 @@ from qframework.attention.plain import plain_attention
 from qframework.compat.dispatch import forward_level, functorch_transforms_active
 from qframework.fallbacks import Fallbacks
 from qframework.kernels.attention.arguments import SageAttentionArguments, cast_mask
-from qframework.kernels.attention.auto import Hopper, Masking, hopper_of, pytorch_is_faster
+from qframework.kernels.attention.auto import (
+    Hopper,
+    Masking,
+    gradient_in_pytorch_is_faster,
+    hopper_of,
+    pytorch_is_faster,
+)
 
 fallbacks = Fallbacks()
 """How often attention ran in PyTorch's kernels, by reason: calls that no variant supports, and those that ``"auto"``
@@ -78,6 +84,14 @@ def is_left_to_pytorch(call: SageAttentionArguments, sinks: Tensor | None) -> bo
     chip = _hopper_of(query.device)
     no_kernel = call.softcap is not None or sinks is not None
     return pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, chip, gradients, no_kernel)
+
+
+def is_gradient_left_to_pytorch(call: SageAttentionArguments) -> bool:
+    """The same for a call without a mask whose gradient is ``"mixed"``, backward pass included."""
+    query, key, value = call.query, call.key, call.value
+    if min(key.ndim, value.ndim) < query.ndim or key.ndim < 3:
+        return False
+    return gradient_in_pytorch_is_faster(query, key.shape[-2], value.shape[-1], _hopper_of(query.device))
 
 
 # Dynamo calls the next two while tracing instead of tracing into them.

@@ -205,6 +205,28 @@ def pytorch_is_faster(
     return chip.cudnn
 
 
+def gradient_in_pytorch_is_faster(query: Tensor, keys: int, values: int, chip: Hopper | None) -> bool:
+    """Whether PyTorch's attention, forward and backward, is faster than the gradient ``"mixed"`` beside ``"auto"``.
+
+    Of a call without a mask. On Hopper only the integer exponential's forward pass is faster than cuDNN's, whose
+    backward pass both have. False on other chips and on a CPU.
+
+    Args:
+        query: ``(B, H, N, D)``; False for other numbers of dimensions.
+        keys: the number of keys.
+        values: channels of V.
+        chip: :func:`hopper_of` the device.
+    """
+    if chip is None or query.ndim != 4 or query.dtype.itemsize != 2 or query.shape[3] != values:
+        return False
+    (batch, heads, queries, channels), integer = query.shape, VARIANTS["integer_exp"]
+    shortest = min(queries, keys)
+    many = batch * heads * shortest // QUERY_BLOCK >= _MANY_BLOCKS
+    sizes = (batch, heads, queries, keys, channels, values)
+    taken = chip.cudnn and channels <= 128 and specialized.takes(*sizes, integer, False, chip.processors)
+    return not (taken and many and _integer_is_faster(shortest, channels))
+
+
 def caps_logits(
     query: Tensor, keys: int, values: int, masking: Masking, chip: Hopper, return_lse: bool = False
 ) -> bool:

@@ -153,3 +153,13 @@ def p_range(variant: AttentionVariant) -> float:
     if variant.pv == "int8":
         return 127.0
     return 1.0 / KEYS_PER_FP16_SUM if variant.accumulator == "fp16" else 1.0
+
+
+LINEAR_EXCESS = -1 - 2 * math.log2(math.log(2))
+"""Octaves by which weights with a linear mantissa exceed exact ones on average, 0.058: ``(1 + f) / 2^f`` is
+``1 / (2 ln(2)^2)`` in the mean of f from 0 to 1."""
+
+
+def lse_shift(variant: AttentionVariant) -> float:
+    """Octaves by which the sum of a row's weights exceeds that of its exponentials, on average."""
+    return math.log2(p_range(variant)) + (LINEAR_EXCESS if variant.exponential == "integer" else 0.0)

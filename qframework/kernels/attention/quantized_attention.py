@@ -41,6 +41,7 @@ from qframework.kernels.attention.operands import (
     Values,
     check_offsets,
     last_contiguous,
+    lse_shift,
     p_range,
     query_memory_order,
     transposes_values,
@@ -167,6 +168,7 @@ def quantized_attention_triton(
         round_fp8=mode == "fp8" and values.v.dtype == torch.float16,
         p_shift=math.log2(p_range(variant)),
         integer=variant.exponential == "integer",
+        lse_shift=lse_shift(variant),
     )
     q_count, k_count = (1 if scale is None else scale.shape[2] for scale in (qk.q_scale, qk.k_scale))
     launch(_quantized_attention_kernel, (cdiv(tokens, tile.block_m) * heads * batch,))(

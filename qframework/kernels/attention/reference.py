@@ -6,12 +6,18 @@ implementation.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, p_range, transposes_values
+from qframework.kernels.attention.operands import (
+    LOG2_E,
+    Bias,
+    QuantizedQK,
+    Values,
+    lse_shift,
+    p_range,
+    transposes_values,
+)
 from qframework.kernels.attention.quantize_qk import is_marked, unpack_int4
 from qframework.kernels.attention.variants import KEY_BLOCK, QUERY_BLOCK, AttentionVariant, token_groups
 from qframework.numerics import exact_matmul
@@ -62,7 +68,7 @@ def quantized_attention_ref(
         out = out * _repeat(values.scale.to(dtype), group)[:, :, None]
     if values.mean is not None:
         out = torch.where((total == 0)[..., None], 0.0, out + _repeat(values.mean.to(dtype), group)[:, :, None])
-    lse = top * (unit / LOG2_E) + (torch.log2(total) - math.log2(p_range(variant))) / LOG2_E
+    lse = top * (unit / LOG2_E) + (torch.log2(total) - lse_shift(variant)) / LOG2_E
     return out, torch.where(total == 0, -torch.inf, lse)
 
 

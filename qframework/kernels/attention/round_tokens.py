@@ -1,15 +1,13 @@
 """Queries or keys of attention rounded to their integers: quantized and multiplied by their scales again, in one pass.
 
 Formula: ``q s`` with the integers ``q`` and scales ``s`` of :mod:`~qframework.kernels.attention.quantize_qk` for
-``(x - mean) * factor``, times ``back``. A row of queries that holds NaN or infinity is NaN. The mean may be given as
-sums of blocks of tokens, which every program adds: that takes no launch of its own.
+``(x - mean) * factor``, times ``back``. A row of queries that holds NaN or infinity is NaN.
 Layout: ``x (B, H, N, D)``, the result like it, (B, N, H, D) in memory, or ``out``. Reference: ``round_tokens_ref``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +22,7 @@ from qframework.kernels.attention.quantize_qk import (
     saturated,
 )
 from qframework.kernels.attention.triton import Heads
-from qframework.kernels.attention.variants import QUERY_BLOCK, TokenGroups, token_groups
-from qframework.kernels.runtime.chip import capability_of
+from qframework.kernels.attention.variants import QUERY_BLOCK, token_groups
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_half_even
@@ -35,20 +32,10 @@ from qframework.numerics import MIN_SCALE
 LEAST_SCALE = tl.constexpr(MIN_SCALE)
 
 
-class BlockSums(NamedTuple):
-    """Sums of tokens from which the mean that is subtracted is computed."""
-
-    sums: Tensor  # (B, H, M, D) fp32
-    tokens: int  # that were added
-    mean: Tensor  # (B, H, 1, D) fp32, contiguous, is overwritten with the mean
-
-
 def round_tokens_ref(
-    x: Tensor, mean: Tensor | BlockSums | None, factor: float, back: float, role: str, out: Tensor | None = None
+    x: Tensor, mean: Tensor | None, factor: float, back: float, role: str, out: Tensor | None = None
 ) -> Tensor:
     """The formula in plain torch, rounded once to ``x``'s dtype; ``mean (B, H, 1, D)`` is float32."""
-    if isinstance(mean, BlockSums):
-        mean = mean.mean.copy_(mean.sums.sum(2, keepdim=True) / mean.tokens)
     q, scale = quantize_tokens_ref(x, mean, factor, "per_block", role)
     rows = scale[:, :, token_groups("per_block", role).index(x.shape[2], x.device), None]
     rounded = (q.float() * (rows * back)).masked_fill(is_marked(q, 8)[..., None], torch.nan).to(x.dtype)
@@ -74,9 +61,6 @@ def _round_tokens_kernel(
     X,  # Heads of (B, H, N, D) float
     OUT,  # Heads of (B, H, N, D), X's dtype
     mean_ptr,  # (B, H, D) fp32, or None
-    sums_ptr,  # (B, H, M, D) fp32, or None; the mean is then written
-    count,  # of tokens in the sums
-    M,
     factor,
     back,
     H,
@@ -88,7 +72,6 @@ def _round_tokens_kernel(
     VECTOR: tl.constexpr,  # divides all strides, 16 at most
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Grid (cdiv(N, TILE) * H * B,); a program rounds TILE tokens of one head."""
@@ -104,15 +87,7 @@ def _round_tokens_kernel(
     x_ptrs = _first(X, head, H, VECTOR) + n[:, None] * _stride(X.token, VECTOR) + d[None, :]
     y = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     if mean_ptr is not None:
-        if sums_ptr is not None:
-            m = tl.arange(0, BLOCK_M)
-            sums_ptrs = sums_ptr + (head * M + m)[:, None] * D + d[None, :]
-            sums = tl.load(sums_ptrs, mask=(m < M)[:, None] & (d < D)[None, :], other=0.0)
-            mean = tl.math.div_rn(tl.sum(sums, 0), count)
-            if tile == 0:
-                tl.store(mean_ptr + head * D + d, mean, mask=d < D)
-        else:
-            mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
+        mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
         y = tl.where(mask, y - mean[None, :], 0.0)
     y = y * factor
     amax = row_amax(y)
@@ -126,27 +101,6 @@ def _round_tokens_kernel(
     tl.store(out_ptrs, out.to(OUT.data.dtype.element_ty), mask=mask)
 
 
-class RoundingTile(NamedTuple):
-    """The tokens of one program, and its warps."""
-
-    tokens: int
-    warps: int
-
-
-def choose_rounding_tile(block_d: int, groups: TokenGroups, capability: tuple[int, int] | None) -> RoundingTile:
-    """For heads of ``block_d`` channels, padded to a power of two, whose tokens share scales in ``groups``.
-
-    Half as many warps are a fifth slower on Hopper, the only chip where they were timed. A thread of 16 warps has 128
-    registers; of tiles of 128 x 256 its values take 64, and on other chips the rest does not suffice for the sums of
-    keys' mean. There, wide heads take 8 warps, each thread twice the registers, and no more tokens than share a scale.
-    """
-    if block_d <= 64:
-        return RoundingTile(QUERY_BLOCK, 8)
-    if block_d <= 128 or capability is None or capability[0] == 9:
-        return RoundingTile(QUERY_BLOCK, 16)
-    return RoundingTile(groups.span, 8)
-
-
 def _vector(x: Heads, out: Heads) -> int:
     """The power of two, 16 at most, that divides all strides, so that threads load and store as many values at once.
 
@@ -156,7 +110,7 @@ def _vector(x: Heads, out: Heads) -> int:
 
 
 def round_tokens_triton(
-    x: Tensor, mean: Tensor | BlockSums | None, factor: float, back: float, role: str, out: Tensor | None = None
+    x: Tensor, mean: Tensor | None, factor: float, back: float, role: str, out: Tensor | None = None
 ) -> Tensor:
     """``round_tokens_ref`` on a GPU."""
     x = last_contiguous(x)
@@ -164,18 +118,11 @@ def round_tokens_triton(
     batch, heads, tokens, channels = x.shape
     out = query_memory_order(batch, heads, tokens, channels, x, x.dtype) if out is None else out
     block_d = max(power_of_2(channels), 16)
-    blocks = mean if isinstance(mean, BlockSums) else None
-    mean = mean.mean if isinstance(mean, BlockSums) else mean
-    groups = token_groups("per_block", role)
-    tile = choose_rounding_tile(block_d, groups, capability_of(x.device))
     x_heads, out_heads = Heads(x, *x.stride()[:3]), Heads(out, *out.stride()[:3])
-    launch(_round_tokens_kernel, (cdiv(tokens, tile.tokens) * heads * batch,))(
+    launch(_round_tokens_kernel, (cdiv(tokens, QUERY_BLOCK) * heads * batch,))(
         x_heads,
         out_heads,
         None if mean is None else mean.contiguous(),
-        None if blocks is None else blocks.sums,
-        1.0 if blocks is None else float(blocks.tokens),
-        1 if blocks is None else blocks.sums.shape[2],
         factor,
         back,
         heads,
@@ -183,11 +130,10 @@ def round_tokens_triton(
         D=channels,
         QUERIES=role == "query",
         TOKENS_FIRST=x.stride(1) < x.stride(2),
-        GROUPS=groups,
+        GROUPS=token_groups("per_block", role),
         VECTOR=_vector(x_heads, out_heads),
-        TILE=tile.tokens,
+        TILE=QUERY_BLOCK,
         BLOCK_D=block_d,
-        BLOCK_M=1 if blocks is None else power_of_2(blocks.sums.shape[2]),
-        num_warps=tile.warps,
+        num_warps=8 if block_d <= 64 else 16,  # half as many are a fifth slower on Hopper
     )
     return out

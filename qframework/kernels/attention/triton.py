@@ -193,6 +193,7 @@ class Product(NamedTuple):
     round_fp8: bool  # P's FP8 values are multiplied in another dtype
     p_shift: float  # log2(P_range)
     integer: bool  # integer exponential; p_shift is 0
+    lse_shift: float  # octaves by which sums of weights exceed those of exponentials
 
 
 @triton.jit(do_not_specialize=["N", "NK", "Q_TOTAL", "K_TOTAL"])  # any length runs the same code
@@ -409,9 +410,9 @@ def _quantized_attention_kernel(
     tl.store(out_ptrs, result.to(out.data.dtype.element_ty), mask=rows[:, None] & (dv < DV)[None, :])
     if lse_ptr is not None:
         if NATURAL:
-            lse = top + (tl.log2(safe_total) - P_SHIFT) / LOG2E
+            lse = top + (tl.log2(safe_total) - PRODUCT.lse_shift) / LOG2E
         else:
-            lse = (top + tl.log2(safe_total) - P_SHIFT) / LOG2E
+            lse = (top + tl.log2(safe_total) - PRODUCT.lse_shift) / LOG2E
         if MAY_BE_EMPTY:
             lse = tl.where(total == 0.0, float("-inf"), lse)
         tl.store(lse_ptr + (b * H + h) * N + m, lse, mask=rows)

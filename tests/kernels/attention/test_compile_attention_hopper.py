@@ -32,7 +32,7 @@ def test_compiles_for_sm_90_without_spilling(width, kind, causal, variant, tmp_p
 @pytest.mark.sample(1 / 4)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("width", "kind"), [(64, "fp16"), (128, "bf16"), (96, "bf16")])
-@pytest.mark.parametrize("variant", [SPEC, "unquantized"])
+@pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp"])
 def test_compiles_that_stores_the_log_sum_exp(width, kind, causal, variant, tmp_path) -> None:
     _compiles_without_spilling(width, kind, causal, variant, False, tmp_path, lse=True)
 

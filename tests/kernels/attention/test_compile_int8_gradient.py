@@ -109,28 +109,15 @@ def test_delta(recorded, chip, has_lse, tmp_path):
 @pytest.mark.sample(1 / 4)
 @pytest.mark.parametrize("channels", [64, 72, 80, 136, 256])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_copies_of_operands(recorded, monkeypatch, chip, channels, tmp_path):
+def test_copies_of_operands(recorded, chip, channels, tmp_path):
     """Integers with tokens contiguous, and rounded queries and keys: nothing is spilled."""
-    monkeypatch.setattr(round_tokens, "capability_of", lambda device: CHIPS[chip][1])
     x = operands(channels, True, False, torch.bfloat16)
     tokens_last(x.q)
     round_tokens.round_tokens_triton(x.v, None, 0.2, 5.0, "query")
     round_tokens.round_tokens_triton(x.v, torch.zeros(1, 2, 1, channels), 1.0, 1.0, "key")
-    for blocks in (2, 3):
-        sums = round_tokens.BlockSums(torch.zeros(1, 2, blocks, channels), 300, torch.zeros(1, 2, 1, channels))
-        round_tokens.round_tokens_triton(x.v, sums, 1.0, 1.0, "key")
-    assert len(recorded) == 5
+    assert len(recorded) == 3
     for launch in recorded:
         assert stack_bytes(compile_launch(chip, launch), tmp_path) == 0
-
-
-@pytest.mark.parametrize("role", ["query", "key"])
-@pytest.mark.parametrize(("channels", "warps"), [(16, 8), (64, 8), (72, 16), (128, 16), (136, 16), (256, 16)])
-def test_hopper_rounds_with_the_tiles_that_were_timed(recorded, monkeypatch, channels, warps, role):
-    monkeypatch.setattr(round_tokens, "capability_of", lambda device: (9, 0))
-    round_tokens.round_tokens_triton(torch.zeros(1, 2, 1024, channels), None, 1.0, 1.0, role)
-    (launch,) = recorded
-    assert (launch.arguments["TILE"], launch.options) == (128, {"num_warps": warps})
 
 
 MORE = [pytest.param(chip, channels, True, marks=pytest.mark.full) for chip in CHIPS for channels in (128, 256)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import UNIT
 
-from qframework.kernels.attention.hopper.prepare import SAMPLE, can_prepare, prepare_triton, stride_of
+from qframework.kernels.attention.hopper.prepare import SAMPLE, Rounded, can_prepare, prepare_triton, stride_of
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.padding import without_hidden
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref
@@ -63,6 +63,37 @@ def test_agrees_with_the_references(size, granularity, dtype, smooth_k, place):
     assert v16.dtype == torch.bfloat16
     truncated = 2 if INTERPRET else 1  # by the interpreter, instead of rounded
     torch.testing.assert_close(v16.float(), v.float(), rtol=truncated * UNIT[torch.bfloat16], atol=0)
+
+
+@kernel_only
+@pytest.mark.parametrize("smooth_k", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_rounded_operands_of_a_gradient(size, dtype, smooth_k, place):
+    """The pass's integers times its scales, with NaN where a query has one, in places with gaps; and the mean."""
+    q, k, v = operands(size, place, dtype)
+    q[0, 1, 3, 5] = torch.nan
+    channels = q.shape[3]
+    places = [torch.full((*x.shape[:2], x.shape[2] + 7, channels), -1.0).to(x) for x in (q, k)]
+    mean = torch.full((*k.shape[:2], 1, channels), torch.nan, device=place)
+    given = Rounded(places[0][:, :, : q.shape[2]], places[1][:, :, : k.shape[2]], mean)
+    got, _ = prepare_triton(q, k, v, resolve("integer_exp"), 0.3, smooth_k, rounded=given)
+    plain, _ = prepare_triton(q, k, v, resolve("integer_exp"), 0.3, smooth_k)
+    assert torch.equal(got.q, plain.q)
+    assert torch.equal(got.k, plain.k)
+    sample = k[:, :, :: stride_of(k.shape[2], False)].float().mean(2, keepdim=True)
+    torch.testing.assert_close(mean, sample if smooth_k else torch.zeros_like(mean), rtol=2.0**-16, atol=2.0**-16)
+    truncated = 2 if INTERPRET and dtype == torch.bfloat16 else 1.01
+    for x, integers, scale, role, back in (
+        (given.query, got.q, got.q_scale, "query", 1 / (0.3 * LOG2_E)),
+        (given.key, got.k, got.k_scale, "key", 1.0),
+    ):
+        index = token_groups("per_block", role).index(x.shape[2], x.device)
+        expected = integers.double() * scale[:, :, index, None] * back
+        if role == "query":
+            expected[0, 1, 3] = torch.nan
+        torch.testing.assert_close(x.double(), expected, rtol=truncated * UNIT[dtype], atol=2.0**-25, equal_nan=True)
+    assert all(bool((x[:, :, -7:] == -1).all()) for x in places)
 
 
 @kernel_only

@@ -27,6 +27,7 @@ from qframework.kernels.attention.quantize_qk import (
     group_scale,
     mark_rows,
     row_amax,
+    saturated,
     to_integers,
 )
 from qframework.kernels.attention.quantize_v import key_of_pair, padded_tokens, round_to_e4m3
@@ -42,6 +43,7 @@ from qframework.kernels.attention.variants import (
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.rounding import round_half_even
 from qframework.kernels.runtime.triton import tl, triton
 
 PARTS = 16  # sums of a head's keys: enough programs to fill a chip, few enough for every tile to add them
@@ -119,12 +121,13 @@ def _seen(seen, batch, head, n, N):
 
 @triton.jit
 def quantized_tile(
-    x, q, seen, scale_ptr, mean, factor, tile, head, HEADS, N, D, START, GROUPS, G: tl.constexpr,
+    x, q, rounded, seen, scale_ptr, mean, factor, tile, head, HEADS, N, D, START, GROUPS, G: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of a head of ``x`` and store it; ``(integers, scale of each row)``.
 
-    Its sequence has N tokens from START on, and GROUPS scales.
+    Its sequence has N tokens from START on, and GROUPS scales. ``rounded``, Heads or None, gets the integers times
+    their scales, as round_tokens.py has them.
     """
     n = tile * TILE + tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
@@ -140,7 +143,15 @@ def quantized_tile(
     IN_TILE: tl.constexpr = TILE // G.span * G.groups
     g = tile * IN_TILE + tl.arange(0, IN_TILE)
     tl.store(scale_ptr + head * GROUPS + g, scale, mask=g < GROUPS)
-    values = to_integers(y, tl.math.div_rn(1.0, row_scale)[:, None], 127)
+    inverse = tl.math.div_rn(1.0, row_scale)[:, None]
+    values = to_integers(y, inverse, 127)
+    if rounded is not None:
+        y = round_half_even(saturated(y, inverse, 127)) * (row_scale / factor)[:, None]  # integers would be converted
+        if QUERIES:
+            y = tl.where((counted == amax)[:, None], y, float("nan"))
+        base = rounded.data + START * rounded.token + head // HEADS * rounded.batch + head % HEADS * rounded.head
+        y = y.to(rounded.data.dtype.element_ty)
+        tl.store(base + n[:, None] * rounded.token + d[None, :], y, mask=mask)
     if QUERIES:
         values = mark_rows(values, amax, d < D, 127)
     q_base = q.data + START * q.token + head // HEADS * q.batch + head % HEADS * q.head
@@ -182,6 +193,9 @@ def _prepare_kernel(
     counts_ptr,  # (B, Hkv, K_PARTS) int32
     norm_ptr,  # (B, Hkv) fp32, or None
     amax_ptr,  # (B, Hkv, PARTS, Dv) fp32, or None
+    rounded_q,  # Heads of Q's integers times their scales, in its dtype, or None
+    rounded_k,  # the same of K
+    mean_ptr,  # (B, Hkv, D) fp32, where K is rounded
     factor,
     H,
     HKV,
@@ -211,8 +225,8 @@ def _prepare_kernel(
         head = (pid // tiles).to(tl.int64)
         groups = tl.cdiv(N, Q_GROUPS.span) * Q_GROUPS.groups
         quantized_tile(
-            q, q8, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, 0, groups, Q_GROUPS, True, TILE,
-            BLOCK_D,
+            q, q8, rounded_q, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, 0, groups, Q_GROUPS,
+            True, TILE, BLOCK_D,
         )  # fmt: skip
     elif pid < Q_PROGRAMS + K_PROGRAMS:
         item = pid - Q_PROGRAMS
@@ -220,10 +234,12 @@ def _prepare_kernel(
         mean = tl.zeros((BLOCK_D,), tl.float32)
         if sums_ptr is not None:
             mean = tile_mean(sums_ptr, counts_ptr, head, D, K_PARTS, BLOCK_D)
+        if rounded_k is not None and item % k_tiles == 0:
+            tl.store(mean_ptr + head * D + d, mean, mask=d < D)
         groups = tl.cdiv(NK, K_GROUPS.span) * K_GROUPS.groups
         values, scale = quantized_tile(
-            k, k8, seen, k_scale_ptr, mean, 1.0, item % k_tiles, head, HKV, NK, D, 0, groups, K_GROUPS, False, TILE,
-            BLOCK_D,
+            k, k8, rounded_k, seen, k_scale_ptr, mean, 1.0, item % k_tiles, head, HKV, NK, D, 0, groups, K_GROUPS,
+            False, TILE, BLOCK_D,
         )  # fmt: skip
         if norm_ptr is not None:
             values = values.to(tl.float32)
@@ -257,6 +273,14 @@ def _prepare_kernel(
             x, _ = _values(v, seen, head, HKV, n, NK, d, DV)
             inside = (n < NK)[:, None] & (d < DV)[None, :]
             tl.store(out + n[:, None] * v_out.token + d[None, :], x.to(tl.bfloat16), mask=inside)
+
+
+class Rounded(NamedTuple):
+    """Where the pass stores Q and K rounded to their integers, and K's mean, for a gradient."""
+
+    query: Tensor  # like Q, of any strides but for contiguous channels, as the next
+    key: Tensor
+    mean: Tensor  # (B, Hkv, 1, D) fp32, contiguous
 
 
 class Seen(NamedTuple):
@@ -350,10 +374,11 @@ def prepare_triton(
     scale: float,
     smooth_k: bool,
     seen: Tensor | None = None,
+    rounded: Rounded | None = None,
 ) -> tuple[QuantizedQK, Values]:
     """Quantized Q and K, and V in bfloat16 with K's norm, or in E4M3, for a variant that :func:`can_prepare` accepts.
 
-    ``seen (M, Hkv or 1, Nk)`` int32 is 0 for keys that no query attends to; batch b uses b % M.
+    ``seen (M, Hkv or 1, Nk)`` int32 is 0 for keys that no query attends to; batch b uses b % M. ``rounded`` is filled.
     """
     check_device(q.device)
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
@@ -392,6 +417,7 @@ def prepare_triton(
         statistics.counts,
         statistics.norm,
         statistics.amax,
+        *((None, None, None) if rounded is None else (_heads(rounded.query), _heads(rounded.key), rounded.mean)),
         scale * LOG2_E,
         heads,
         key_heads,

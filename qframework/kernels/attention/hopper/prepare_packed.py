@@ -163,7 +163,7 @@ def _prepare_packed_kernel(
         b, start, tokens, tile = _listed(q_tiles_ptr, q_starts_ptr, pid // H, Q_TOTAL, LONGEST_Q)
         no_mean = tl.zeros((BLOCK_D,), tl.float32)
         quantized_tile(
-            q, q8, None, q_scale_ptr, no_mean, factor, tile, b * H + pid % H, H, tokens, D, start,
+            q, q8, None, None, q_scale_ptr, no_mean, factor, tile, b * H + pid % H, H, tokens, D, start,
             tl.where(tokens > 0, Q_COUNT, 0), Q_GROUPS, True, TILE, BLOCK_D,
         )  # fmt: skip
     elif pid < Q_PROGRAMS + K_PROGRAMS:
@@ -174,7 +174,7 @@ def _prepare_packed_kernel(
         if sums_ptr is not None:
             mean = tile_mean(sums_ptr, counts_ptr, head, D, PARTS, BLOCK_D)
         values, scale = quantized_tile(
-            k, k8, None, k_scale_ptr, mean, 1.0, tile, head, HKV, tokens, D, start,
+            k, k8, None, None, k_scale_ptr, mean, 1.0, tile, head, HKV, tokens, D, start,
             tl.where(tokens > 0, K_COUNT, 0), K_GROUPS, False, TILE, BLOCK_D,
         )  # fmt: skip
         values = values.to(tl.float32)

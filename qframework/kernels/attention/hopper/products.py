@@ -6,7 +6,7 @@ Channels are one or two slices. Products are started in flight; who waits for th
 from __future__ import annotations
 
 from qframework.kernels.attention.hopper.softmax import ROWS
-from qframework.kernels.attention.operands import LOG2_E
+from qframework.kernels.attention.operands import LINEAR_EXCESS, LOG2_E
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
@@ -20,7 +20,7 @@ if HAS_GLUON:
         warpgroup_mma_wait,
     )
 
-    _ROWS, _NATURAL = gl.constexpr(ROWS), gl.constexpr(1 / LOG2_E)
+    _ROWS, _NATURAL, _LINEAR_EXCESS = (gl.constexpr(x) for x in (ROWS, 1 / LOG2_E, LINEAR_EXCESS))
 
     @gluon.jit
     def products_of(q, shared, slot, no_scores, FORM: gl.constexpr):
@@ -100,11 +100,12 @@ if HAS_GLUON:
         tma_store(desc, place, tile)
 
     @gluon.jit
-    def store_lse(lse_ptr, sums, top, rows):
+    def store_lse(lse_ptr, sums, top, rows, FORM: gl.constexpr):
         """The natural log-sum-exp of a warpgroup's first ``rows`` queries, from maxima in base 2.
 
         Of a query without keys -inf: its maximum is finite, its sum 0.
         """
         row = gl.arange(0, _ROWS, layout=top.type.layout)
-        lse = (top + gl.log2(gl.convert_layout(sums, top.type.layout))) * _NATURAL
+        EXCESS: gl.constexpr = _LINEAR_EXCESS if FORM.integer else 0.0
+        lse = (top + gl.log2(gl.convert_layout(sums, top.type.layout)) - EXCESS) * _NATURAL
         gl.store(lse_ptr + row, lse, mask=row < rows)

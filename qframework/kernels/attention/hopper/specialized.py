@@ -192,7 +192,7 @@ def reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
 
 def has_lse(variant: AttentionVariant, bias: Bias) -> bool:
     """Whether the kernel can store the log-sum-exp of such a call, beside what :func:`fits` decides."""
-    return variant.exponential == "exact" and variant.pv == "fp16" and bias.only_bool
+    return variant.pv == "fp16" and bias.only_bool and (variant.exponential == "exact" or bias.mask is None)
 
 
 def addressable(x: Tensor) -> bool:

@@ -334,7 +334,7 @@ if HAS_GLUON:
             phase = next_phase
             sums = gl.sum(total, 1)
             if LSE:
-                store_lse(lse_ptr + (b * H + h).to(gl.int64) * N + first, sums, top, N - first)
+                store_lse(lse_ptr + (b * H + h).to(gl.int64) * N + first, sums, top, N - first, FORM)
             if SEVERAL or NATURAL or PACKED:
                 sums = gl.where(sums == 0.0, 1.0, sums)  # a query without keys
             if not SHARES_OUT:

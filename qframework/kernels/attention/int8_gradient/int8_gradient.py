@@ -13,10 +13,12 @@ Formula, with L the log-sum-exp of the logits and s the scale of the logits::
 The last three are products of integers with ``gradient="int8"``, and of 16-bit numbers with ``"mixed"``, in which Q and
 K - mean(K) are their integers times their scales, in 16 bit: the gradient at the rounded Q and K. On Hopper cuDNN
 computes that from O and L, but not with dropout or a gradient of L; the forward pass returns the rounded Q and K, which
-are kept for it instead of Q and K, and multiplies them in 16 bit where that kernel is the faster one. As integers, dO
-has one scale for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block of
-queries in dV and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale for
-a block, and costs less: the largest of a row needs no exchange between warps.
+are kept for it instead of Q and K. The forward pass is then the integer exponential where Hopper's kernel has it, the
+only one that is faster than 16 bit there. Its L is less what its weights exceed exact ones by on average.
+
+As integers, dO has one scale for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key
+and each block of queries in dV and dK, and one for each query and each block of keys in dQ. That is finer than the
+paper's one scale for a block, and costs less: the largest of a row needs no exchange between warps.
 
 dQ has no term ``rowsum(dS) mean(K)``: exact rows of dS sum to zero, and what is left of the sums after rounding, times
 a large mean, is all error. A gradient of L is one of the logits of K - mean(K), too, so rows then sum to dL rightly.
@@ -52,13 +54,12 @@ from qframework.kernels.attention.arguments import (
     empty_result,
     in_four_dimensions,
 )
-from qframework.kernels.attention.hopper import dense as hopper_dense
 from qframework.kernels.attention.hopper import specialized
-from qframework.kernels.attention.hopper.prepare import stride_of
+from qframework.kernels.attention.hopper.prepare import Rounded, prepare_triton
 from qframework.kernels.attention.int8_gradient.forward import Dropout, forward_ref, forward_triton
 from qframework.kernels.attention.int8_gradient.reference import GradientOperands, delta_ref, gradients_ref
 from qframework.kernels.attention.int8_gradient.triton import delta_triton, gradients_triton
-from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, last_contiguous, query_memory_order
+from qframework.kernels.attention.operands import LOG2_E, Bias, last_contiguous, query_memory_order
 from qframework.kernels.attention.pipeline import (
     TORCH_STEPS,
     TRITON_STEPS,
@@ -67,7 +68,7 @@ from qframework.kernels.attention.pipeline import (
     quantized_values,
     reached,
 )
-from qframework.kernels.attention.round_tokens import BlockSums, round_tokens_ref, round_tokens_triton
+from qframework.kernels.attention.round_tokens import round_tokens_ref, round_tokens_triton
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import capability_of, check_device
@@ -77,22 +78,22 @@ from qframework.numerics import FLOAT_DTYPES
 
 Gradient = Literal["int8", "mixed"]
 _QuantizedQK = tuple[Tensor, Tensor, Tensor, Tensor]
-_AS_GIVEN = VARIANTS["unquantized"]
+_INTEGER = VARIANTS["integer_exp"]
 PER_BLOCK = AttentionVariant(8, "per_block", "fp16", "fp32")
-"""What ``"auto"`` means here: P V in 16 bit."""
+"""What ``"auto"`` means here, but for the integer exponential on Hopper: P V in 16 bit."""
 
 _NAME = "int8_gradient_attention"
 
 
 def check_forward(variant: str) -> AttentionVariant:
-    """The variant of the forward pass, with the exact exponential. Raises UnsupportedError for unsuitable ones."""
+    """The variant of the forward pass. Raises UnsupportedError for unsuitable ones."""
     chosen = PER_BLOCK if variant == "auto" else resolve(variant)
     if (chosen.qk_bits, chosen.granularity, chosen.smooth_q) != (8, "per_block", False):
         raise UnsupportedError(
             f"{_NAME}: variant must quantize Q and K to 8 bits per block, without smooth Q, as auto, sage_b and "
             f"sage_vb do, since the backward pass uses the same integers, got {variant!r}"
         )
-    return replace(chosen, exponential="exact")
+    return chosen
 
 
 def check_gradient(gradient: str) -> None:
@@ -134,6 +135,16 @@ class Int8GradientArguments(NamedTuple):
         return SageAttentionArguments(*self[:3], None, self.is_causal, self.scale, self.enable_gqa)
 
     @property
+    def forward(self) -> AttentionVariant:
+        """The variant of the forward pass where Hopper's integer exponential is not what ``"auto"`` means.
+
+        ``"int8"``, which no fast backward pass follows, and dropout have the exact exponential.
+        """
+        chosen = check_forward(self.variant)
+        exact = self.gradient == "int8" or self.seed is not None
+        return replace(chosen, exponential="exact") if exact else chosen
+
+    @property
     def keeps_rounded(self) -> bool:
         """Whether the forward pass returns the rounded Q and K, as cuDNN's backward pass on this GPU reads them.
 
@@ -149,7 +160,7 @@ class Int8GradientArguments(NamedTuple):
         check_forward(self.variant)
         check_gradient(self.gradient)
         check_dropout(_NAME, self.dropout_p, self.seed, self.query)
-        if self.seed is not None and check_forward(self.variant).pv != "fp16":
+        if self.seed is not None and self.forward.pv != "fp16":
             raise UnsupportedError(
                 f"{_NAME}: variant must multiply P and V in 16 bit with dropout, as auto and sage_b do, got "
                 f"{self.variant!r}"
@@ -186,7 +197,7 @@ class GradientSteps(NamedTuple):
     forward: Steps
     delta: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     gradients: Callable[[GradientOperands], tuple[Tensor, Tensor, Tensor]]
-    rounded: Callable[[Tensor, Tensor | BlockSums | None, float, float, str, Tensor | None], Tensor]
+    rounded: Callable[[Tensor, Tensor | None, float, float, str, Tensor | None], Tensor]
     fused: Callable[[Tensor, Tensor, Tensor, bool], Backward | None]  # another library's kernel for "mixed"
 
 
@@ -194,48 +205,38 @@ def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tens
     """The forward pass: the result, the log-sum-exp for keys without their mean, the mean, and rounded Q and K."""
     out, lse, mean, *kept = x.empty_result()
     q_kept, k_kept = kept
+    found: Tensor | None
     call = canonical(x.dense)
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
         return out.zero_(), lse.fill_(-torch.inf), mean.zero_(), q_kept.zero_(), k_kept.zero_()
     call = reached(call) if x.is_causal else call
-    variant = check_forward(x.variant)
-    scale = default_scale(x.query, x.scale)
+    variant, bias, scale = x.forward, Bias(causal=x.is_causal), default_scale(x.query, x.scale)
     places = tuple(in_four_dimensions(t, x.query) for t in kept) if x.keeps_rounded else None
-    if _multiplies_rounded(x, call, variant, scale):
-        k_mean = mean.view(*call.k.shape[:2], 1, -1) if x.smooth_k else None
-        sums = None if k_mean is None else _sums_of_sample(call.k, k_mean, steps.forward)
-        q, k = _rounded_qk(call, sums, scale, steps, places)
-        qk, variant = QuantizedQK(q, None, k, None, q.shape[3], factor=scale * LOG2_E, marked=False), _AS_GIVEN
-    else:
-        qk, k_mean = quantized_qk(call.q, call.k, variant, scale, x.smooth_k, steps.forward, None)
-        if places is not None:
-            _rounded_qk(call, k_mean, scale, steps, places)
+    if places is not None and _takes_integers(x, call):
+        rounded = Rounded(places[0], places[1], mean.view(*call.k.shape[:2], 1, -1))
+        operands = prepare_triton(call.q, call.k, call.v, _INTEGER, scale, x.smooth_k, rounded=rounded)
+        result, found = steps.forward.attend(*operands, bias, _INTEGER, call.q.dtype, True, None)
+        assert found is not None, "the log-sum-exp is asked for"
+        return result.view(out.shape), found.view(lse.shape), mean, q_kept, k_kept
+    qk, k_mean = quantized_qk(call.q, call.k, variant, scale, x.smooth_k, steps.forward, None)
+    if places is not None:
+        _rounded_qk(call, k_mean, scale, steps, places)
     if x.seed is not None:
-        found: Tensor | None
         forward = forward_ref if steps.forward is TORCH_STEPS else forward_triton
         result, found = forward(qk, call.v, x.is_causal, Dropout(x.dropout_p, x.seed))
     else:
         values = quantized_values(call.v, variant, steps.forward, None)
-        result, found = steps.forward.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
+        result, found = steps.forward.attend(qk, values, bias, variant, call.q.dtype, True, None)
     assert found is not None, "the log-sum-exp is asked for"
     mean = mean.zero_() if k_mean is None else k_mean.view(mean.shape)
     return result.view(out.shape), found.view(lse.shape), mean, q_kept, k_kept
 
 
-def _multiplies_rounded(x: Int8GradientArguments, call: Canonical, variant: AttentionVariant, scale: float) -> bool:
-    """Whether the rounded Q and K, in 16 bit as the gradient has them, are multiplied faster than their integers."""
-    if x.gradient != "mixed" or x.seed is not None or variant != PER_BLOCK or scale <= 0:
-        return False
-    if hopper_dense.fits(call.q, call.k, call.v, call.q.dtype, x.is_causal):
-        return True
+def _takes_integers(x: Int8GradientArguments, call: Canonical) -> bool:
+    """Whether the forward pass is Hopper's kernel with the integer exponential, which is faster than exact ones."""
+    asked = x.variant == "auto" or x.forward == _INTEGER
     at = call.q.dtype, capability_of(call.q.device)
-    return x.keeps_rounded and specialized.fits(call.q, call.k, call.v, _AS_GIVEN, *at)
-
-
-def _sums_of_sample(k: Tensor, mean: Tensor, steps: Steps) -> BlockSums:
-    """For K's mean over some of its keys, as in hopper/prepare.py: the softmax is the same whatever is subtracted."""
-    sample = k[:, :, :: stride_of(k.shape[2], all_of_them=False)]
-    return BlockSums(steps.block_sums(sample, None, sample.shape[2]), sample.shape[2], mean)
+    return asked and specialized.fits(call.q, call.k, call.v, _INTEGER, *at)
 
 
 class Int8GradientBackwardArguments(NamedTuple):
@@ -355,7 +356,7 @@ def _quantized(x: Int8GradientBackwardArguments, call: Canonical, scale: float, 
 
 def _rounded_qk(
     call: Canonical,
-    k_mean: Tensor | BlockSums | None,
+    k_mean: Tensor | None,
     scale: float,
     steps: GradientSteps,
     places: tuple[Tensor, ...] | None = None,
