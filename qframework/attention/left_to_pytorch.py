@@ -91,7 +91,7 @@ def is_gradient_left_to_pytorch(call: SageAttentionArguments) -> bool:
     query, key, value = call.query, call.key, call.value
     if min(key.ndim, value.ndim) < query.ndim or key.ndim < 3:
         return False
-    return gradient_in_pytorch_is_faster(query, key.shape[-2], value.shape[-1], _hopper_of(query.device))
+    return gradient_in_pytorch_is_faster(query, key, value, call.is_causal, _hopper_of(query.device))
 
 
 # Dynamo calls the next two while tracing instead of tracing into them.

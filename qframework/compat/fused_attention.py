@@ -45,29 +45,40 @@ def fused_backward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -
     return _by_cudnn if can_use_cudnn_attention(params) else None
 
 
-_GAP = 7  # tokens between the keys of two sequences; any number that nobody else has
+_GAPS = {False: 7, True: 9}  # tokens between the keys of two sequences, by whether heads come first in dO
 
 
 def _by_cudnn(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch keeps cuDNN's plans by the strides of query, key and value only, and a plan reads the result and its
-    gradient by the strides that it was made with. All calls from here have one layout for each of these strides, and a
-    gap between sequences of keys, so that no plan of another call of attention fits them.
+    gradient by the strides that it was made with. All calls from here have one layout of the result, and two of its
+    gradient, which a gap between sequences of keys tells apart. No other call of attention has such gaps.
     """
-    query, out, grad = (_tokens_first(x) for x in (query, out, grad))
-    _, heads, tokens, channels = key.shape
-    if key.stride() != ((tokens + _GAP) * heads * channels, channels, heads * channels, 1):
-        key = place_of_keys(key).copy_(key)
+    query, out = _tokens_first(query), _tokens_first(out)
+    heads_first = next((order for order in _GAPS if key.stride() == _strides_of_keys(key, order)), None)
+    if heads_first is None:
+        heads_first = grad.is_contiguous()
+        key = place_of_keys(key, heads_first).copy_(key)
+    grad = grad.contiguous() if heads_first else _tokens_first(grad)
     none = _no_dropout(query)
     sizes = (None, None, None, query.shape[2], key.shape[2])
     return _CUDNN(grad, query, key, value, out, lse.unsqueeze(-1), none, none, *sizes, 0.0, is_causal, scale=scale)
 
 
-def place_of_keys(key: Tensor) -> Tensor:
-    """An uninitialized tensor like ``key (B, Hkv, N, D)`` in the layout that the backward pass reads without a copy."""
+def place_of_keys(key: Tensor, heads_first: bool = False) -> Tensor:
+    """An uninitialized tensor like ``key (B, Hkv, N, D)`` in the layout that the backward pass reads without a copy.
+
+    ``heads_first`` says whether the gradient of the result is expected to be (B, H, N, Dv) in memory instead of
+    (B, N, H, Dv), which saves a copy of it.
+    """
     batch, heads, tokens, channels = key.shape
-    return key.new_empty((batch, tokens + _GAP, heads, channels))[:, :tokens].transpose(1, 2)
+    return key.new_empty((batch, tokens + _GAPS[heads_first], heads, channels))[:, :tokens].transpose(1, 2)
+
+
+def _strides_of_keys(key: Tensor, heads_first: bool) -> tuple[int, ...]:
+    _, heads, tokens, channels = key.shape
+    return (tokens + _GAPS[heads_first]) * heads * channels, channels, heads * channels, 1
 
 
 def _tokens_first(x: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch.autograd import forward_ad
 from qframework import sage_attention, use_sage_attention
 from qframework.attention import fallbacks, left_to_pytorch
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention.auto import pytorch_is_faster
+from qframework.kernels.attention import auto
+from qframework.kernels.attention.auto import Hopper, gradient_in_pytorch_is_faster, pytorch_is_faster
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,86 @@ def test_on_a_cpu_pytorch_is_faster(given: tuple, expected: bool) -> None:
     """But for relative positions, and gradients of rows of the lowest float, which PyTorch's kernels get wrong."""
     masking, *gradients = given
     assert pytorch_is_faster(torch.zeros(1, 2, 9, 16), 9, 16, masking, None, *gradients) == expected
+
+
+HOPPER = Hopper(132, True)
+# (batch, heads, key heads, tokens, channels), causal, bfloat16, whether "mixed" was the faster one, on an H200
+MEASURED = [
+    ((4, 16, 16, 4096, 128), False, False, True),
+    ((4, 16, 16, 4096, 128), True, False, False),
+    ((4, 16, 16, 4096, 128), False, True, True),
+    ((4, 16, 16, 4096, 128), True, True, False),
+    ((4, 32, 32, 4096, 64), True, False, True),
+    ((8, 16, 16, 2048, 128), False, False, False),
+    ((8, 32, 32, 2048, 64), True, False, False),
+    ((2, 16, 16, 8192, 128), True, False, True),
+    ((1, 32, 32, 16384, 64), True, False, True),
+    ((5, 16, 16, 3072, 128), True, False, False),
+    ((5, 32, 32, 3072, 64), True, False, False),
+    ((5, 32, 32, 3072, 64), False, False, True),
+    ((4, 32, 8, 4096, 128), True, True, True),
+    ((8, 32, 8, 2048, 128), False, True, True),
+    ((8, 32, 8, 2048, 128), True, True, False),
+    ((4, 16, 16, 4096, 96), False, False, True),
+    ((4, 16, 16, 4096, 96), True, False, False),
+    ((3, 20, 5, 5000, 80), True, True, True),
+]
+
+
+def gradient_is_pytorchs(sizes, causal, bfloat16, chip=HOPPER, values=None) -> bool:
+    batch, heads, key_heads, tokens, channels = sizes
+    dtype = torch.bfloat16 if bfloat16 else torch.float16
+    query = torch.empty(batch, heads, tokens, channels, dtype=dtype, device="meta")
+    key = torch.empty(batch, key_heads, tokens, channels, dtype=dtype, device="meta")
+    value = key if values is None else key[..., :values]
+    return gradient_in_pytorch_is_faster(query, key, value, causal, chip)
+
+
+class TestGradientLeftToPyTorch:
+    """``backward="mixed"`` with ``"auto"`` on Hopper, where its forward pass must pay for a pass over all data."""
+
+    @pytest.fixture(autouse=True)
+    def gluon(self, monkeypatch):
+        monkeypatch.setattr(auto.specialized, "HAS_GLUON", True)
+
+    @pytest.mark.parametrize(("sizes", "causal", "bfloat16", "faster"), MEASURED, ids=str)
+    def test_as_measured(self, sizes, causal, bfloat16, faster):
+        assert gradient_is_pytorchs(sizes, causal, bfloat16) == (not faster)
+
+    def test_calls_that_have_no_fast_forward_or_backward_pass(self):
+        sizes = (4, 32, 32, 8192, 64)
+        assert not gradient_is_pytorchs(sizes, True, False)
+        assert gradient_is_pytorchs((*sizes[:4], 192), True, False)
+        assert gradient_is_pytorchs((*sizes[:4], 60), True, False)
+        assert gradient_is_pytorchs((1, 1, 1, 8192, 64), True, False)  # too few tiles
+        assert gradient_is_pytorchs(sizes, True, False, Hopper(132, cudnn=False))
+
+    def test_elsewhere_it_is_this_packages(self):
+        """On other chips and a CPU, and for calls that PyTorch's fused kernels do not take."""
+        sizes = (8, 16, 16, 2048, 128)
+        assert gradient_is_pytorchs(sizes, False, False)
+        assert not gradient_is_pytorchs(sizes, False, False, None)
+        assert not gradient_is_pytorchs(sizes, False, False, values=64)
+        query = torch.empty(1, 2048, 128, dtype=torch.float16, device="meta")
+        assert not gradient_in_pytorch_is_faster(query, query, query, False, HOPPER)
+        single = torch.empty(8, 16, 2048, 128, device="meta")
+        assert not gradient_in_pytorch_is_faster(single, single, single, False, HOPPER)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_pytorch_computes_both_passes(self, causal, monkeypatch):
+        """Counted as without a gradient; a named variant, dropout and a log-sum-exp are not left to it."""
+        monkeypatch.setattr(left_to_pytorch, "hopper_of", lambda device: HOPPER)
+        fallbacks.clear()
+        leaves = [torch.randn(2, 3, 9, 16, dtype=torch.float16).requires_grad_() for _ in range(3)]
+        out = sage_attention(*leaves, is_causal=causal, backward="mixed")
+        expected = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+        assert torch.equal(out, expected)
+        pairs = [torch.autograd.grad(x.float().square().sum(), leaves) for x in (out, expected)]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*pairs, strict=True))
+        assert sum(fallbacks.values()) == 1
+        for more in ({"variant": "sage_b"}, {"dropout_p": 0.1}, {"return_lse": True}, {"backward": "int8"}):
+            sage_attention(*leaves, is_causal=causal, **({"backward": "mixed"} | more))
+        assert sum(fallbacks.values()) == 1
 
 
 class TestLeftToPyTorch:

@@ -110,6 +110,8 @@ _NARROW_PACKED = 1280  # the same with up to 64 channels,
 _MEAN_PACKED = 1024  # if they have so many tokens on average, in case the longest is given too long
 _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 _MANY_LOGITS = 2**25  # logits of a call from which the GPU takes longer than the host, about 50 us
+_LONG_GRADIENT = 2048  # tokens from which the gradient "mixed" was timed,
+_KEYS_FOR_A_BYTE = 2.2  # and keys of a query that save as much time as a byte of its pass takes; measured: 1.3 to 2.0
 _CAUSAL = 512  # tokens from which hopper/dense.py is faster than cuDNN under causality
 _WIDE_CAUSAL = 1024  # the same for heads of 120 and 128 channels
 _WHOLE = 512  # tokens from which it is faster at whole blocks of 128 keys,
@@ -205,26 +207,34 @@ def pytorch_is_faster(
     return chip.cudnn
 
 
-def gradient_in_pytorch_is_faster(query: Tensor, keys: int, values: int, chip: Hopper | None) -> bool:
+def gradient_in_pytorch_is_faster(query: Tensor, key: Tensor, value: Tensor, causal: bool, chip: Hopper | None) -> bool:
     """Whether PyTorch's attention, forward and backward, is faster than the gradient ``"mixed"`` beside ``"auto"``.
 
-    Of a call without a mask. On Hopper only the integer exponential's forward pass is faster than cuDNN's, whose
-    backward pass both have. False on other chips and on a CPU.
+    On Hopper both have cuDNN's backward pass. The integer exponential's forward pass saves time for each key of a
+    query, and the pass before it, which also rounds Q and K for the backward pass, costs time for each byte. False on
+    other chips and on a CPU. Reads metadata alone.
 
     Args:
         query: ``(B, H, N, D)``; False for other numbers of dimensions.
-        keys: the number of keys.
-        values: channels of V.
+        key: ``(B, Hkv, Nk, D)``.
+        value: ``(B, Hkv, Nk, Dv)``.
+        causal: whether a query sees the keys up to its own place only.
         chip: :func:`hopper_of` the device.
     """
-    if chip is None or query.ndim != 4 or query.dtype.itemsize != 2 or query.shape[3] != values:
+    if chip is None or query.ndim != 4 or query.dtype.itemsize != 2 or query.shape[3] != value.shape[3]:
         return False
-    (batch, heads, queries, channels), integer = query.shape, VARIANTS["integer_exp"]
-    shortest = min(queries, keys)
-    many = batch * heads * shortest // QUERY_BLOCK >= _MANY_BLOCKS
-    sizes = (batch, heads, queries, keys, channels, values)
-    taken = chip.cudnn and channels <= 128 and specialized.takes(*sizes, integer, False, chip.processors)
-    return not (taken and many and _integer_is_faster(shortest, channels))
+    (batch, heads, queries, channels), (key_heads, keys) = query.shape, key.shape[1:3]
+    if not chip.cudnn or channels > 128 or channels % 8 or (causal and queries != keys):
+        return True
+    shortest, integer = min(queries, keys), VARIANTS["integer_exp"]
+    many = batch * heads * shortest // QUERY_BLOCK >= _MANY_BLOCKS and shortest >= _LONG_GRADIENT
+    sizes = (batch, heads, queries, keys, channels, channels)
+    if not many or not specialized.takes(*sizes, integer, False, chip.processors):
+        return True
+    share = key_heads * keys / (heads * queries)  # of a query in what keys cost: read, rounded in 16 bit and in 8
+    cast = 0 if query.dtype == torch.bfloat16 else 4
+    passed = channels * (5 + share * (5 + cast))
+    return keys / (2 if causal else 1) < _KEYS_FOR_A_BYTE * passed
 
 
 def caps_logits(

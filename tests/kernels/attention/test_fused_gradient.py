@@ -286,7 +286,8 @@ def test_every_call_of_cudnn_with_the_same_strides_has_the_same_layout(
 ) -> None:
     """PyTorch finds a plan by the strides of query, key and value; it must fit the result and its gradient, too.
 
-    Keys have strides that no dense tensor has, so that other calls of attention have other plans.
+    Keys have strides that no dense tensor has, so that other calls of attention have other plans; these tell which
+    order the gradient has, which is copied where the forward pass expected another one.
     """
     asked: list[tuple[Tensor, ...]] = []
     monkeypatch.setattr(fused_attention, "_CUDNN", lambda *call, scale: asked.append(call[:5]) or call[1:4])
@@ -298,13 +299,25 @@ def test_every_call_of_cudnn_with_the_same_strides_has_the_same_layout(
         fused_attention._by_cudnn(grad, query, key, value, out, lse, True, 0.25)
         for given, wanted in zip(asked[-1], plain, strict=True):
             assert torch.equal(given, wanted)
-    placed = fused_attention.place_of_keys(plain[1]).copy_(plain[1])
-    fused_attention._by_cudnn(plain[0], plain[1], placed, plain[3], plain[4], lse, True, 0.25)
-    assert asked[-1][2] is placed
-    tokens_first = (20 * 48, 16, 48, 1)
+        copied = grad is padded[0] and batch > 1
+        assert (asked[-1][0].data_ptr() != grad.data_ptr()) == copied
+    for heads_first in (True, False):
+        placed = fused_attention.place_of_keys(plain[1], heads_first).copy_(plain[1])
+        for grad in (plain[0], turned[0]):
+            fused_attention._by_cudnn(grad, plain[1], placed, plain[3], plain[4], lse, True, 0.25)
+            assert asked[-1][2] is placed
+            expected = (grad is plain[0]) == heads_first
+            assert (asked[-1][0].data_ptr() == grad.data_ptr()) == expected
+            assert torch.equal(asked[-1][0], grad)
+    strides = {True: (20 * 48, 320, 16, 1), False: (20 * 48, 16, 48, 1)}
+    seen = set()
     for grad, query, key, _, out in asked:
-        assert all(x.stride()[batch == 1 :] == tokens_first[batch == 1 :] for x in (grad, query, out))
-        assert key.stride() == (27 * 48, 16, 48, 1)
+        assert all(x.stride()[batch == 1 :] == strides[False][batch == 1 :] for x in (query, out))
+        heads_first = key.stride() == (29 * 48, 16, 48, 1)
+        assert heads_first or key.stride() == (27 * 48, 16, 48, 1)
+        assert grad.stride()[batch == 1 :] == strides[heads_first][batch == 1 :]
+        seen.add(heads_first)
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("why", ["int8", "dropout", "lse"])
@@ -386,6 +399,37 @@ def test_cudnn_agrees_with_the_reference(
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.shape == theirs.shape
         assert (mine - theirs).norm() <= 2.0**-7 * theirs.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "key_heads", "causal"),
+    [((2, 40, 900, 64), 40, True), ((1, 80, 1000, 128), 20, False), ((2, 40, 777, 96), 40, True)],
+)
+def test_the_forward_pass_of_mixed_gradients_on_hopper(shape, key_heads, causal, dtype, monkeypatch) -> None:
+    """The integer exponential: L is the exact one's up to what single weights are off, and less in the mean."""
+    ran: list[Any] = []
+    launch = specialized.attention_hopper
+    monkeypatch.setattr(specialized, "attention_hopper", lambda *given: ran.append(given[2]) or launch(*given))
+    q, k, v = (torch.randn(shape[0], h, *shape[2:], device="cuda", dtype=dtype) for h in (shape[1], *[key_heads] * 2))
+    k = k + 3
+    arguments = Int8GradientArguments(q, k, v, causal, enable_gqa=True, gradient="mixed")
+    out, lse, mean, q_kept, k_kept = INT8_GRADIENT_ATTENTION.cuda(*arguments)
+    q, k, v = (x.double() for x in (q, k, v))
+    group = shape[1] // key_heads
+    logits = q @ (k - mean).repeat_interleave(group, 1).mT * shape[3] ** -0.5
+    if causal:
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:], device="cuda").triu(1) > 0, -torch.inf)
+    expected = logits.softmax(-1) @ v.repeat_interleave(group, 1)
+    assert (out.double() - expected).norm() <= 0.03 * expected.norm()
+    difference = lse.double() - logits.logsumexp(-1)
+    assert float(difference.abs().max()) < 0.12
+    assert abs(float(difference.mean())) < 2e-3
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert ran == [VARIANTS["integer_exp"]]
+        assert (q_kept.double() - q).norm() <= 0.02 * q.norm()
+        assert (k_kept.double() - (k - mean)).norm() <= 0.02 * (k - mean).norm()
 
 
 @pytest.mark.gpu

@@ -188,7 +188,7 @@ class Int8GradientArguments(NamedTuple):
         query, key = (in_four_dimensions(x, self.query) for x in (self.query, self.key))
         batch, heads, tokens, channels = query.shape
         rounded = query_memory_order(batch, heads, tokens, channels, query, query.dtype)
-        return rounded.view(self.query.shape), place_of_keys(key).view(self.key.shape)
+        return rounded.view(self.query.shape), place_of_keys(key, query.is_contiguous()).view(self.key.shape)
 
 
 class GradientSteps(NamedTuple):
