@@ -123,7 +123,7 @@ def measure(shape: Shape, what: str, device: torch.device, compiles: bool = True
             continue
         if errors[name] <= _TOLERANCE:
             times[name] = round(graph_microseconds([run]), 2) if compiles else 0
-    tile = choose_tile(len(case.x), shape.experts, (9, 0))
+    tile = choose_tile(len(case.x), shape.experts, shape.outputs, shape.inputs, (9, 0))
     return {**shape._asdict(), "groups": what, "tile": tuple(tile), "us": times, "errors": errors, "failed": failed}
 
 

@@ -28,7 +28,8 @@ def cache_key(options: BackendOptions) -> str:
     from qframework import __version__
 
     attention = options.attention if isinstance(options.attention, str) else sorted(options.attention.items())
-    chosen = (options.linear, options.freeze_weights, attention, INTERPRET, torch.backends.cpu.get_cpu_capability())
+    ours = (options.linear, options.freeze_weights, options.experts, attention)
+    chosen = (*ours, INTERPRET, torch.backends.cpu.get_cpu_capability())
     return f"qframework {__version__} {hash_of_package()} {chosen!r}"
 
 

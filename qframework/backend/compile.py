@@ -116,8 +116,9 @@ def qframework_backend(
             mode. What parameters and buffers of a converted model determine is computed once without this option, and
             follows the same writes. On Hopper, linears of a converted model are one product where that saves time by
             estimate: their weights, scales and biases are copied, and the copies follow these writes too.
-            ``{"experts": "int8_dynamic", "freeze_weights": True}`` quantizes the linears of experts in the same way,
-            which ``"linear"`` leaves in float, since no GPU has timed their operator.
+            With both options, linears of experts are quantized in the same way where that is faster by estimate, on
+            Hopper. ``{"experts": "int8_dynamic", "freeze_weights": True}`` quantizes them wherever it is possible, and
+            ``"experts": "off"`` nowhere.
             ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed. ``"auto"``, the
             default, does so unless PyTorch's own attention is faster, as on Hopper. The name of a variant quantizes
             everywhere, with the gradients of exact attention. ``"off"`` leaves attention in float. A mapping from layer

@@ -102,13 +102,13 @@ def _gain(linear: Node, call: LinearCall, frozen: bool) -> LinearGain | None:
     processors = None if x is None else _multiprocessors(x.device)
     if x is None or processors is None or x.dtype.itemsize != 2:
         return None
-    memory = _memory(x.device)
+    memory = memory_of(x.device)
     rows, inputs = math.prod(map(traced_size, x.shape[:-1])), traced_size(x.shape[-1])
     if not inputs or not 0 < rows < _most_rows(call.input, inputs):
         return None
     in_float = in_int8 = 0.0
     joined = 0  # outputs of layers that are one product (merge_linears.py)
-    quantize = 0.0 if _is_quantized(call.input) else _input_us(call.input, rows, inputs, memory)
+    quantize = 0.0 if is_quantized(call.input) else _input_us(call.input, rows, inputs, memory)
     for each in [user for user in call.input.users if (read := linear_call(user)) and read.input is call.input]:
         fake = fake_value(each)
         outputs = 0 if fake is None else traced_size(fake.shape[-1])
@@ -156,13 +156,18 @@ def _multiprocessors(device: torch.device) -> int | None:
     return chip_of(device)[1] if capability_of(device) == (9, 0) else None
 
 
-def _memory(device: torch.device) -> float:
+def has_estimates(device: torch.device) -> bool:
+    """Whether times on a device are estimated, on Hopper GPUs alone."""
+    return _multiprocessors(device) is not None
+
+
+def memory_of(device: torch.device) -> float:
     """Bytes that kernels move in a microsecond."""
     rate = memory_rate_of(device)
     return MEMORY if rate is None else _SHARE * rate
 
 
-def _is_quantized(x: Node) -> bool:
+def is_quantized(x: Node) -> bool:
     """Whether another layer has it quantized already."""
     return any(user.target is torch.ops.qframework.dynamic_quantize.default for user in x.users)
 
@@ -183,7 +188,7 @@ def _most_rows(x: Node, channels: int) -> float:
 def _input_us(x: Node, rows: int, channels: int, memory: float) -> float:
     """What quantizing ``x (rows, channels)`` takes beside what is computed anyway."""
     if (convolution := _convolution_behind(x)) is not None:
-        return _alone_us(rows, channels, memory) if has_own_kernel(convolution) else _OF_CHANNELS
+        return alone_us(rows, channels, memory) if has_own_kernel(convolution) else _OF_CHANNELS
     if reads_columns(x):
         return _OF_CHANNELS
     x = behind(x, _VIEWS)
@@ -193,7 +198,7 @@ def _input_us(x: Node, rows: int, channels: int, memory: float) -> float:
         return _WITH_OPERATIONS + _OF_A_ROW * rows
     if operation(x) in _OPERATIONS:
         return _TWICE if rows > MAX_FEW_ROWS else _TWICE_FEW
-    return _alone_us(rows, channels, memory)
+    return alone_us(rows, channels, memory)
 
 
 def reads_columns(x: Node) -> bool:
@@ -209,7 +214,7 @@ def _turns_linear(x: Any) -> bool:
     return linear_call(source) is not None or keep_quantize.is_written_by_int8_linear(source)
 
 
-def _alone_us(rows: int, channels: int, memory: float) -> float:
+def alone_us(rows: int, channels: int, memory: float) -> float:
     """What a quantization takes in a kernel of its own."""
     return _ALONE + memory_us(3 * rows * channels, memory)
 

@@ -1,4 +1,4 @@
-"""Quantizes the linears of experts when a model is compiled: ``options={"experts": "int8_dynamic"}``.
+"""Quantizes the linears of experts when a model is compiled: those that pay by default, or all that can be.
 
 From::
 
@@ -11,8 +11,8 @@ To::
     w, quantized once per expert and output channel ────────┴> qframework::int8_grouped_linear(ends) -> ...
 
 Weights of experts are far more than a call's tokens read of them, so that they are quantized when the model is compiled
-or not at all: ``"freeze_weights"`` must be True. No GPU has timed the operator yet, for which reason the option
-``"linear"`` leaves experts in float.
+or not at all: ``"freeze_weights"`` must be True. Then ``"linear": "int8_dynamic"`` also quantizes experts where that is
+faster by estimate (experts_gain.py), and ``"experts": "int8_dynamic"`` wherever it is possible.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from qframework import numerics
+from qframework.backend.experts_gain import reason_against_experts
 from qframework.backend.float_linear import SharedQuantize
 from qframework.backend.lowering import Lowering
 from qframework.backend.quantized_linear import Quantized
@@ -50,22 +51,26 @@ class _Call(NamedTuple):
     x: Node
     parameter: Node
     is_transposed: bool
+    experts: int
     ends: Node
     dtype: torch.dtype  # of the result
 
 
 def lower_experts(lowering: Lowering) -> None:
     """Replace every product of experts with parameters, and report on those that stay in float."""
-    if lowering.options.experts == "off":
+    if not lowering.options.experts_in_int8:
         return
+    asked = lowering.options.experts == "int8_dynamic"
     inputs = SharedQuantize(lowering.gm)
     weights: dict[tuple[Node, bool], Quantized] = {}
     for node in list(lowering.gm.graph.nodes):
         if not is_grouped(node) or why_no_linear(node, lowering.constants.value) is None:
             continue
         found = _read(node, lowering)
+        if not asked and isinstance(found, _Call):
+            found = reason_against_experts(node, found.x, found.experts) or found
         if isinstance(found, str):
-            lowering.reports.append(LayerReport(layer_name(node), False, "float grouped_mm", found, fallback=True))
+            lowering.reports.append(LayerReport(layer_name(node), False, "float grouped_mm", found, fallback=asked))
             continue
         key = found.parameter, found.is_transposed
         if key not in weights:
@@ -105,7 +110,7 @@ def _read(node: Node, lowering: Lowering) -> _Call | str:
     first, last = next(iter(lowering.gm.graph.nodes)), lowering.gm.graph.output_node()
     if written_between(first, last, [parameter]) is not None:
         return "the graph writes its weights"
-    return _Call(x, parameter, source is not None, ends, out.dtype)
+    return _Call(x, parameter, source is not None, len(value), ends, out.dtype)
 
 
 def _frozen(call: _Call, lowering: Lowering) -> Quantized:

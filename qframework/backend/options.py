@@ -14,7 +14,7 @@ from qframework.kernels.attention.variants import VARIANTS, resolve
 KNOWN_OPTIONS: dict[str, tuple[Any, ...]] = {
     "linear": ("off", "int8_dynamic"),
     "freeze_weights": (False, True),
-    "experts": ("off", "int8_dynamic"),
+    "experts": ("auto", "off", "int8_dynamic"),
     "attention": ("auto", "sage", "off", *VARIANTS),
 }
 
@@ -25,9 +25,15 @@ class BackendOptions:
 
     linear: str = "off"
     freeze_weights: bool = False
-    experts: str = "off"
+    experts: str = "auto"
     attention: str | Mapping[str, str] = "auto"  # for all layers, or by layer
     inductor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def experts_in_int8(self) -> bool:
+        """Whether experts are quantized: all that can be, or by default, beside frozen INT8 linears, those that pay."""
+        by_default = self.experts == "auto" and self.linear == "int8_dynamic" and self.freeze_weights
+        return by_default or self.experts == "int8_dynamic"
 
 
 def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:

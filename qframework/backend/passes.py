@@ -74,7 +74,7 @@ def expand_weighted_products(lowering: Lowering) -> None:
 def report_products(lowering: Lowering) -> None:
     """Report the products with a parameter that are no linears; lower_experts.py has reported on those of experts."""
     for node in lowering.gm.graph.nodes:
-        if is_grouped(node) and lowering.options.experts != "off":
+        if is_grouped(node) and lowering.options.experts_in_int8:
             continue
         if (reason := why_no_linear(node, lowering.constants.value)) is not None:
             operator = "float grouped_mm" if is_grouped(node) else f"float {operation(node)}"

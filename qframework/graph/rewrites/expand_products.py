@@ -39,8 +39,8 @@ _TAKEN = (
     "INT8 kernel for that. transformers' model.set_experts_implementation('grouped_mm') sorts tokens by expert instead"
 )
 _GROUPED = (
-    "it multiplies the tokens of each expert by a matrix of its own, whose INT8 kernel no GPU has timed yet. Pass "
-    "options={'experts': 'int8_dynamic', 'freeze_weights': True} to use it"
+    "it multiplies the tokens of each expert by a matrix of its own. Pass options={'experts': 'int8_dynamic', "
+    "'freeze_weights': True} to quantize it"
 )
 
 

@@ -17,15 +17,16 @@ TYPES = {f"{name}_ptr": kind for name, kind in POINTERS.items()} | dict.fromkeys
 
 
 @pytest.mark.sample(1 / 2)
-@pytest.mark.parametrize("even", [True, False], ids=["whole steps", "a step in part"])
+@pytest.mark.parametrize("inputs", [4096, 2896, 2900], ids=["whole steps", "a step in part", "rows of single bytes"])
 @pytest.mark.parametrize("rows", [64, 2048, 32768])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_product(chip, rows, even, tmp_path):
-    tile = choose_tile(rows, 32, CHIPS[chip][1])
+def test_product(chip, rows, inputs, tmp_path):
+    tile = choose_tile(rows, 32, 4096, inputs, CHIPS[chip][1])
+    even, multiples = inputs % tile.block_k == 0, ("N",) if inputs % 16 else ("N", "K", "stride_a")
     constants = {"EXPERTS": 32, "EVEN_K": even, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = compile_for(
-        chip, _int8_grouped_linear_kernel, TYPES, constants | {"BLOCK_K": tile.block_k}, ("N", "K"), **options
+        chip, _int8_grouped_linear_kernel, TYPES, constants | {"BLOCK_K": tile.block_k}, multiples, False, **options
     )
     ptx = compiled.asm["ptx"]
     assert re.search(CHIPS[chip][2], ptx) or re.search(CHIPS["sm_80"][2], ptx), "no INT8 tensor-core instruction"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,10 @@ from torch import Tensor
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.linear import grouped
 from qframework.kernels.linear.grouped import (
+    FEW_ROWS,
     INT8_GROUPED_LINEAR,
+    MANY_ROWS,
+    SOME_ROWS,
     Int8GroupedLinearArguments,
     choose_tile,
     int8_grouped_linear,
@@ -76,7 +82,7 @@ def test_tiles(implementation: str, place: str, block_m: int) -> None:
     """Groups that end at, before and behind the end of a tile."""
     if implementation == "cpu":
         pytest.skip("has no tiles")
-    tile = choose_tile(128, 1, None)._replace(block_m=block_m)
+    tile = choose_tile(128, 1, 130, 64)._replace(block_m=block_m)
     operands = case([block_m, block_m - 1, block_m + 1, 0, 1, -2 * block_m - 1], 130, 64, place)
     found = int8_grouped_linear_triton(Int8GroupedLinearArguments(*operands), tile).cpu()
     expected = int8_grouped_linear_ref(Int8GroupedLinearArguments(*(x.cpu() for x in operands)))
@@ -114,12 +120,33 @@ def test_empty(run: Any, place: str, sizes: tuple[int, int, int, int]) -> None:
     assert not found.any()
 
 
-def test_tiles_have_as_many_rows_as_an_expert_has() -> None:
-    rows = {tokens: choose_tile(tokens, 8, (9, 0)).block_m for tokens in (1, 128, 200, 512, 4096)}
-    assert rows == {1: 16, 128: 16, 200: 32, 512: 64, 4096: 128}
+def test_tiles_by_the_rows_of_an_expert() -> None:
+    found = [choose_tile(8 * rows, 8, 16384, 4096, (9, 0)) for rows in (0, 1, 8, 9, 128, 129, 4096)]
+    assert found == [FEW_ROWS] * 3 + [SOME_ROWS] * 2 + [MANY_ROWS] * 2
+    assert choose_tile(8 * 129, 8, 512, 4096, (9, 0)) == SOME_ROWS, "too few large tiles for all multiprocessors"
+    others = {rows: choose_tile(8 * rows, 8, 4096, 4096, (8, 0)).block_m for rows in (0, 16, 25, 64, 512)}
+    assert others == {0: 16, 16: 16, 25: 32, 64: 64, 512: 128}
+
+
+@pytest.mark.parametrize("inputs", [4096, 2880, 260])
+def test_tiles_fit_shared_memory(inputs: int) -> None:
     for capability, room in (((8, 0), 163), ((8, 9), 99), ((9, 0), 227), ((12, 0), 99), (None, 163)):
-        tile = choose_tile(4096, 8, capability)
-        assert tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k <= room * 1024
+        for rows in (0, 8, 64, 4096):
+            tile = choose_tile(8 * rows, 8, 4096, inputs, capability)
+            assert tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k <= room * 1024
+
+
+def test_the_chosen_tile_is_nearly_the_fastest_that_was_measured() -> None:
+    path = Path(__file__).parents[3] / "benchmarks/results/other/2026-11-30-h200-grouped-linear.json"
+    behind = []
+    for case in json.loads(path.read_text())["records"]:
+        rows, sizes = case["tokens"] * case["per_token"], (case["experts"], case["outputs"], case["inputs"])
+        times = {name: us for name, us in case["us"].items() if name.startswith("int8 (")}
+        if case["inputs"] % 16 == 0:
+            behind.append(times[f"int8 {tuple(choose_tile(rows, *sizes, (9, 0)))}"] / min(times.values()))
+    assert len(behind) == 32
+    assert max(behind) < 1.05
+    assert math.prod(behind) ** (1 / len(behind)) < 1.004
 
 
 def test_offsets_out_of_range_reach_no_other_memory(implementation: str, place: str) -> None:
