@@ -3,13 +3,14 @@
     python -m benchmarks.int8_gradient --output DATE-h200-int8_gradient-times.json
 
 "mixed" is what ``backward="mixed"`` computes, which leaves calls to PyTorch where that is faster; "mixed_operator"
-never does. Every provider's gradients of the first head are checked against float64 before it is timed. 16,384 tokens in all,
-32 heads of 64 or 16 of 128 channels in float16, and other sizes; tokens or heads first in memory. Times are medians of
-bursts that take turns.
+never does. Every provider's gradients of the first head are checked against float64 before it is timed. 16,384 tokens
+in 32 heads of 64 or 16 of 128 channels in float16, and other sizes; tokens or heads first in memory. Times are medians
+of bursts that take turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -142,26 +143,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argument_parser("int8_gradient", __doc__, "document")
     add_device(parser)
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no other shape begins")
+    parser.add_argument("--runs", type=int, default=1, help="how often all shapes are measured")
     parser.add_argument("--providers", help=f"comma-separated, of {', '.join((*PYTORCH, *GRADIENTS))}")
     options = parser.parse_args(arguments)
     pytorch = ("cudnn",) if options.device == "cuda" else ("math",)
     providers = options.providers.split(",") if options.providers else (*pytorch, *GRADIENTS)
-    began, rows = time.perf_counter(), []
-    for case in cases(options.smoke):
+    began, about = time.perf_counter(), describe_machine(options.device)
+    rows: list[dict[str, object]] = []
+    for run, case in itertools.product(range(1, options.runs + 1), cases(options.smoke)):
         if time.perf_counter() - began > options.limit:
             break
-        rows.append(measure(case, options.device, providers))
+        rows.append({"run": run, **measure(case, options.device, providers)})
         print(_line(rows[-1]), flush=True)
         if options.output:
             what = "Attention forward and backward, ms: PyTorch's kernels, and gradients in 8 bit."
-            write_json(options.output, {"what": what, "machine": describe_machine(options.device), "rows": rows})
+            write_json(options.output, {"what": what, "about": about, "rows": rows})
     return 0
 
 
 def _line(row: dict[str, object]) -> str:
     """Sizes, and the median of each provider or why it has none."""
     sizes = " ".join(str(row[name]) for name in Case._fields)
-    found = {name: x for name, x in row.items() if name not in Case._fields}
+    found = {name: x for name, x in row.items() if name not in ("run", *Case._fields)}
     times = (f"{name} {x['p50_ms']:.3f} ms" if isinstance(x, dict) else f"{name}: {x}" for name, x in found.items())
     return f"{sizes}: {', '.join(times)}"
 

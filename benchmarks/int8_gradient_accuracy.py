@@ -28,6 +28,7 @@ from qframework.kernels.attention.int8_gradient.reference import gradients_ref, 
 
 SHAPES, SMOKE_SHAPES = ((1, 2, 1024, 64), (1, 2, 1024, 128)), ((1, 2, 130, 32),)
 SPREADS, SMOKE_SPREADS = (1.0, 3.0, 4.0, 5.0, 6.0, 8.0), (1.0, 6.0)
+FORMS = (*((gradient, "auto") for gradient in get_args(Gradient)), ("mixed", "integer_exp"))  # the last as on Hopper
 NAMES = ("out", "ds", "dq", "dk", "dv")
 
 
@@ -45,9 +46,11 @@ def exact_gradients(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> 
     return (out.detach(), *torch.autograd.grad(out, (logits, q, k, v), grad.double()))
 
 
-def int8_gradients(gradient: str, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+def int8_gradients(
+    gradient: str, variant: str, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
+) -> tuple[Tensor, ...]:
     """The same by the operator's CPU implementation."""
-    call = Int8GradientArguments(query, key, value, is_causal=True, gradient=gradient)
+    call = Int8GradientArguments(query, key, value, is_causal=True, variant=variant, gradient=gradient)
     out, lse, k_mean, *_ = attend_cpu(call)  # a CPU keeps no rounded Q and K
     backward = Int8GradientBackwardArguments(grad, None, query, key, value, out, lse, k_mean, True, None, gradient)
     operands = gradient_operands_cpu(backward)
@@ -71,11 +74,11 @@ def measure(shapes: tuple[tuple[int, ...], ...], spreads: tuple[float, ...]) -> 
                 q, k = (normed(x * spread) if qk_norm else x * spread for x in (query, key))
                 inputs = [x.half() for x in (q, k, value, grad)]
                 exact = exact_gradients(*inputs)
-                for gradient in get_args(Gradient):
-                    found = int8_gradients(gradient, *inputs)
+                for gradient, variant in FORMS:
+                    found = int8_gradients(gradient, variant, *inputs)
                     similar = {n: cosine(a, b) for n, a, b in zip(NAMES, found, exact, strict=True)}
                     row = {"channels": shape[3], "spread": spread, "qk_norm": qk_norm, "gradient": gradient}
-                    rows.append({**row, **similar})
+                    rows.append({**row, "variant": variant, **similar})
     return rows
 
 
@@ -85,8 +88,8 @@ def main() -> None:
     shapes, spreads = (SMOKE_SHAPES, SMOKE_SPREADS) if arguments.smoke else (SHAPES, SPREADS)
     rows = measure(shapes, spreads)
     for row in rows:
-        kind = f"{row['channels']:4} {row['spread']:4} {'QK-norm' if row['qk_norm'] else '':8}{row['gradient']:6}"
-        print(kind, *(f"{name} {row[name]:.4f}" for name in NAMES))
+        kind = f"{row['channels']:4} {row['spread']:4} {'QK-norm' if row['qk_norm'] else '':8}"
+        print(f"{kind}{row['gradient']:6}{row['variant']:12}", *(f"{name} {row[name]:.4f}" for name in NAMES))
     if arguments.output:
         what = "Cosine similarity of attention's result and gradients to float64, causal, by the spread of Q and K."
         write_json(arguments.output, {"what": what, "machine": describe_machine("cpu"), "shapes": shapes, "rows": rows})

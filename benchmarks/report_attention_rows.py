@@ -1,6 +1,7 @@
 """The page on the speed of attention on Hopper: what was aimed at, and what the newest results of each case reach.
 
-From ``benchmarks/results/attention``: files of ``benchmarks.attention_rows`` and of ``benchmarks.decode``.
+From ``benchmarks/results/attention``: files of ``benchmarks.attention_rows``, ``benchmarks.int8_gradient`` and
+``benchmarks.decode``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ HEAD = """# Speed of attention on Hopper
 Calls are whole, with smoothing and quantization, as [attention](attention.md) chooses them with `variant="auto"` unless
 another one is named, beside PyTorch's kernels (cuDNN, FlashAttention-2, memory-efficient) in float16 and in the same
 process. Times are medians of CUDA graphs that take turns, the L2 cache flushed before each; each run has new data, and
-results were compared with float64 attention before.
+results were compared with float64 attention before. Gradients, forward and backward pass together, are timed in bursts
+of eager calls instead.
 """
 AIMS_NOTE = """Speeds are the time of the other divided by that of the call: the least and the largest of all cases and
 runs. `must` and `aim` are lower limits of speeds, and upper limits of shares and of times relative to another.
@@ -30,7 +32,7 @@ runs. `must` and `aim` are lower limits of speeds, and upper limits of shares an
 RIVALS = ("cudnn", "flash", "efficient", "fp16 cache")
 CASES_NOTE = """Microseconds are those of the last run, speeds those of each. Shapes are batch x heads (or query and key
 heads) x tokens x channels, of decoding batch, query heads, key heads, queries, keys, channels. Errors are relative L1
-errors of normal data, of decoding L2.
+errors of normal data, of decoding and of gradients L2, of these the largest of the three.
 """
 
 
@@ -104,6 +106,7 @@ def _packed(row: dict[str, Any]) -> tuple[float, str, str] | None:
 
 
 SHORT = "197, 577 and 785 tokens, 64 channels"
+WITH_GRADIENT = "forward and backward"
 AIMS = (
     Aim("static", f"static INT8 in and out: {SHORT}", "PyTorch", 1.25, 1.6, _against_pytorch),
     Aim("short", f"16 bit in and out: {SHORT}", "PyTorch", 1.0, 1.2, _against_pytorch),
@@ -120,6 +123,8 @@ AIMS = (
     Aim("long", "smoothing and quantization: share of the call", "`integer_exp`", 0.1, 0.05, _share, cost=True),
     Aim("decode", "one step of decoding, INT8 cache", "PyTorch with an FP16 cache", 1.5, 1.9, _against_pytorch),
     Aim("packed", "packed sequences of mixed lengths", "a dense call of as much work", 0.9, 1.0, _packed),
+    Aim("gradient", f'gradient `"mixed"`, {WITH_GRADIENT}', "PyTorch", 1.0, 1.3, _against_pytorch),
+    Aim("left", f'gradient `"mixed"` left to PyTorch, {WITH_GRADIENT}', "PyTorch", 0.99, None, _against_pytorch),
 )
 
 
@@ -133,6 +138,7 @@ def load(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         document = json.loads(path.read_text())
         found, about = (_of_decode(path), {}) if "records" in document else (document["rows"], document["about"])
+        found = [_of_gradient(row) if "cudnn" in row else row for row in found]
         about = about or Results.load(path).machine
         rivals |= document.get("sageattention2", {})
         peers |= set() if found else {path.stem}
@@ -172,6 +178,26 @@ def _of_decode(path: Path) -> list[dict[str, Any]]:
         if name == "auto":
             row["error"][name] = record.quantization_error
     return list(cases.values())
+
+
+def _of_gradient(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of ``benchmarks.int8_gradient``; where "mixed" has the error of 16 bit, the call was left to PyTorch."""
+    heads = str(row["heads"]) if row["heads"] == row["key_heads"] else f"{row['heads']}/{row['key_heads']}"
+    case = f"{row['batch']} x {heads} x {row['tokens']:,} x {row['channels']}"
+    kinds = (
+        ["causal"] * row["causal"]
+        + ["heads first"] * (row["order"] == "heads")
+        + ["bfloat16"] * (row["dtype"] == "bfloat16")
+    )
+    times = {{"mixed": "auto"}.get(name, name): x for name, x in row.items() if isinstance(x, dict)}
+    left = times["auto"]["error"] < 2 * times["cudnn"]["error"]  # which adds in any order: not equal bit by bit
+    return {
+        "row": "left" if left else "gradient",
+        "run": row["run"],
+        "case": ", ".join([case, *kinds]),
+        "us": {name: 1e3 * x["p50_ms"] for name, x in times.items()},
+        "error": {name: x["error"] for name, x in times.items()},
+    }
 
 
 def measured(aim: Aim, rows: Sequence[dict[str, Any]]) -> list[Measured]:

@@ -63,3 +63,18 @@ def test_the_page_says_what_is_short(tmp_path: Path) -> None:
 def test_operations_of_a_case() -> None:
     assert report_attention_rows.operations("4 x 32/8 x 4,096 x 64") == 4 * 4 * 32 * 4096**2 * 64
     assert report_attention_rows.operations("4 x 32 x 128 x 64, causal") == 2 * 4 * 32 * 128**2 * 64
+
+
+def test_gradients_left_to_pytorch_are_a_row_of_their_own(tmp_path: Path) -> None:
+    def row(tokens: int, error: float, ms: float, key_heads: int = 4) -> dict:
+        sizes = {"batch": 2, "heads": 4, "key_heads": key_heads, "tokens": tokens, "channels": 64}
+        times = {"cudnn": {"error": 0.0003, "p50_ms": 1.2}, "mixed": {"error": error, "p50_ms": ms}}
+        return {"run": 1, **sizes, "causal": tokens > 2000, "order": "heads", "dtype": "float16", **times}
+
+    rows = [row(4096, 0.016, 1.0), row(2048, 0.00031, 1.2, key_heads=2)]
+    (tmp_path / "one.json").write_text(json.dumps({"about": {"device": "a GPU"}, "rows": rows}))
+    page = report_attention_rows.render(*report_attention_rows.load(tmp_path))
+    assert '| gradient `"mixed"`, forward and backward | PyTorch | 1 | 1.3 | 1 | 1.20 to 1.20, ' in page
+    assert '| gradient `"mixed"` left to PyTorch, forward and backward | PyTorch | 0.99 |  | 1 | 1.00 to 1.00, ' in page
+    assert "| 2 x 4 x 4,096 x 64, causal, heads first | 1000.0 | 1200.0 | cudnn | 1.20 | 0.0160 |" in page
+    assert "| 2 x 4/2 x 2,048 x 64, causal, heads first | 1200.0 | 1200.0 | cudnn | 1.00 | 0.0003 |" in page
