@@ -270,11 +270,15 @@ def test_queries_of_unaligned_heads(launches, chip, dtype, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["integer_exp", "sage2_int8"])
-def test_preparing_for_hopper(launches, dtype, head_dim, name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("integer_exp", False), ("integer_exp", True), ("sage2_int8", False)], ids=str
+)
+def test_preparing_for_hopper(launches, dtype, head_dim, name, rounds, tmp_path):
     """On other chips, and for other heads, attention quantizes within its own kernel."""
-    variant = resolve(name)
-    recorded = launches("sm_90", lambda: prepare.prepare_triton(*operands(head_dim, dtype=dtype), variant, 0.1, True))
+    q, k, v = operands(head_dim, dtype=dtype)
+    rounded = prepare.Rounded(q, k, torch.zeros(*k.shape[:2], 1, head_dim)) if rounds else None
+    given = (q, k, v, resolve(name), 0.1, True, None, rounded)
+    recorded = launches("sm_90", lambda: prepare.prepare_triton(*given))
     assert set(recorded) == {"_statistics_kernel", "_prepare_kernel"}
     for (launch,) in recorded.values():
         assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 64)
