@@ -90,6 +90,26 @@ def test_reasons_of_experts_that_do_not_pay() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("dtype", "lowered"), [(torch.float16, True), (torch.float32, False)], ids=str)
+def test_other_dtypes_by_an_operator_of_a_library(dtype: torch.dtype, lowered: bool) -> None:
+    """``grouped_mm`` takes bfloat16 alone; float32 was not timed."""
+    pytest.importorskip("transformers.integrations.moe")
+
+    class Fallback(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.full((8, 1024, 1024), 1 / 1024, dtype=dtype))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return torch.ops.transformers.grouped_mm_fallback(x, self.up.transpose(-2, -1), ends)
+
+    x, ends = inputs()
+    with torch.no_grad():
+        (layer,) = explain(Fallback().eval(), (x.to(dtype), ends), options=FROZEN).layers
+    assert (layer.lowered, layer.reason) == (lowered, "" if lowered else NOT_TIMED)
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_what_was_not_timed_stays_in_float() -> None:
     with torch.no_grad():
         layers = explain(Gated(1032).eval(), inputs(channels=1032), options=FROZEN).layers

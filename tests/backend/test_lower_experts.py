@@ -213,8 +213,9 @@ MODELS = {
 
 
 @transformers_missing
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers(name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in MODELS), ("Olmoe", torch.float16)])
+def test_models_of_transformers(name: str, dtype: torch.dtype) -> None:
+    """In float16 by an operator of transformers' own, which waits for the device."""
     import transformers
 
     torch.manual_seed(0)
@@ -223,7 +224,7 @@ def test_models_of_transformers(name: str) -> None:
         **sizes, num_hidden_layers=2, vocab_size=100, pad_token_id=0, **MODELS[name]
     )
     config._experts_implementation = "grouped_mm"
-    model = getattr(transformers, f"{name}Model")(config).bfloat16().eval().requires_grad_(False)
+    model = getattr(transformers, f"{name}Model")(config).to(dtype).eval().requires_grad_(False)
     ids = torch.randint(1, 100, (2, 24))
     with torch.no_grad():
         layers = [layer for layer in explain(model, (ids,), options=OPTIONS).layers if "grouped" in layer.operator]
