@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from qframework.backend import passes
 from qframework.backend.cache_key import cache_key
 from qframework.backend.float_linear import NO_FAST_PRODUCT
+from qframework.backend.launch_order import starts_early
 from qframework.backend.lower_attention import NEEDS_GRADIENTS
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions, parse_options
@@ -168,7 +169,8 @@ def _lowered_and_compiled(
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
         for run in passes.FOR_INDUCTOR if lowered else ():
             run(lowering)
-        ours = {**_WITHOUT_CHECKS, **early_launch(settings.inductor)} if lowered else {}
+        early = early_launch(settings.inductor) if starts_early(gm, lowered + report.attention_lowered) else {}
+        ours = {**_WITHOUT_CHECKS, **early} if lowered else {}
         patches = {**ours, **settings.inductor}
         compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions, cache_key(settings))
     compiled = _below_autograd(compiled) if lowered and on_cpu else compiled
