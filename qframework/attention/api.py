@@ -17,6 +17,7 @@ from qframework.kernels.attention.arguments import (
     default_scale,
     sink_of_row,
 )
+from qframework.kernels.attention.int8_gradient.int8_gradient import PER_BLOCK
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 
@@ -237,8 +238,9 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def _int8_gradient(
     call: SageAttentionArguments, variant: str, return_lse: bool, backward: str, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose gradient is computed in 8 bit, and with ``return_lse`` its log-sum-exp."""
+    """Attention whose gradient is computed in 8 bit, and with ``return_lse`` its log-sum-exp, of exact exponentials."""
     query, key = call.query, call.key
+    variant = PER_BLOCK.spec if return_lse and variant == "auto" else variant
     # from torch's generator, on the device: a compiled graph draws a new one in each call, checkpointing the same twice
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=query.device) if dropout_p != 0.0 else None
     settings = (call.is_causal, call.scale, call.enable_gqa, variant, backward, call.smooth_k, dropout_p, seed)
