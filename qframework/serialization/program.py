@@ -90,8 +90,9 @@ def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constant
     check_none_inputs(model, [x.name for x in constants_of if isinstance(x, ConstantArgument) and x.value is None])
     dequantize_late(model)
     look_up_once(model)
-    detach_outputs(model)
-    return _LoadedModel.of(model)
+    loaded = _LoadedModel.of(model)
+    detach_outputs(loaded)
+    return loaded
 
 
 class _LoadedModel(CarriesScales, GraphModule):
