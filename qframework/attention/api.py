@@ -112,9 +112,9 @@ def sage_attention(
         backward: what computes the gradient. ``"exact"``: exact attention, recomputed with PyTorch's. ``"int8"``: 8-bit
             products (SageBwd), all but dO V^T, of which one operand is the output's gradient. ``"mixed"``: logits of
             the forward pass, and 16-bit products of the rounded Q and K otherwise; on Hopper ``"auto"`` leaves calls
-            to PyTorch's attention, backward pass included, that are not faster so. The last two take no ``attn_mask``,
-            variants that quantize Q and K per block (``"auto"``, ``"sage_b"``, ``"sage_vb"``, ``"integer_exp"``), first
-            derivatives only, and change nothing where no gradient is needed.
+            to PyTorch's attention, backward pass included, where this would be no faster. The last two take
+            no ``attn_mask``, variants that quantize Q and K per block (``"auto"``, ``"sage_b"``, ``"sage_vb"``,
+            ``"integer_exp"``), first derivatives only, and change nothing where no gradient is needed.
         softcap: logits ``s = query @ key.T * scale`` become ``softcap * tanh(s / softcap)`` before ``attn_mask`` is
             added (Gemma 2); positive, up to 16,384. With ``backward="exact"`` only, whose gradient then builds the
             logits in memory in float32. ``"auto"`` takes plain PyTorch on a CPU, and on every GPU the kernel, since

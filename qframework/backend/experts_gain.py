@@ -29,7 +29,7 @@ from qframework.graph.rewrites.expand_products import is_grouped
 from qframework.graph.shapes import traced_size
 from qframework.kernels.linear.tile_costs import memory_us
 
-LEAST_GAIN = 1.1  # rounding is not worth less, by which estimates may be wrong
+LEAST_GAIN = 1.1  # a smaller gain is not worth the rounding, and estimates may be wrong by as much
 
 NOT_TIMED = (
     "INT8 products of experts were timed against grouped_mm on Hopper alone, with rows of multiples of 16 channels in "
