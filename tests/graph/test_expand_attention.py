@@ -31,6 +31,17 @@ class TestMultiheadAttention:
         model = randomize(nn.MultiheadAttention(32, 2, batch_first=batch_first))
         self.check(lambda x: model(x, x, x, need_weights=need_weights)[0], model, torch.randn(3, 17, 32))
 
+    def test_weights_that_only_views_read(self):
+        """As in WavLM, which gives the weights of all heads the shape that other models return."""
+        model = randomize(nn.MultiheadAttention(32, 2, batch_first=True))
+
+        def run(x):
+            y, weights = model(x, x, x)
+            weights[:, None].broadcast_to((weights.shape[0], 2, *weights.shape[1:]))
+            return y
+
+        self.check(run, model, torch.randn(3, 17, 32))
+
     def test_function_with_positional_arguments(self):
         model, x = randomize(nn.MultiheadAttention(32, 2)), torch.randn(17, 3, 32)
         weights = (model.in_proj_weight, model.in_proj_bias, None, None, False, 0.0)

@@ -87,6 +87,36 @@ def test_results_that_nothing_reads_leave_and_effects_stay() -> None:
     assert torch.equal(gm(X), X * 2 + 1)
 
 
+class Views(nn.Module):
+    """Makes views that nothing reads, and one that is written."""
+
+    def forward(self, x):
+        y = x * 2
+        shape = (y.shape[0], 3, *y.shape[1:])
+        y[:, None].broadcast_to(shape)
+        y.view(-1)[1:].add_(1)
+        return y
+
+
+def test_views_that_nothing_reads_leave_dynamos_graphs() -> None:
+    graphs = []
+
+    def keep(gm, inputs):
+        called = len(gm.graph.nodes)
+        erase_unread_results(gm)
+        graphs.append((called, gm))
+        gm.recompile()
+        return gm
+
+    y = torch.compile(Views(), backend=keep)(X)
+    ((before, gm),) = graphs
+    targets = [str(node.target) for node in gm.graph.nodes]
+    assert before > len(targets)
+    assert "broadcast_to" not in targets
+    assert "add_" in targets
+    assert torch.equal(y, Views()(X))
+
+
 class Copies(nn.Module):
     """Writes parts of a result to a tensor, as BigBird does with its weights; ``read`` says what becomes of it."""
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from qframework.compat.operators import OpOverload, schema
 from qframework.graph.attributes import attribute, readers
 from qframework.graph.nodes import fake_value, is_inactive_dropout
-from qframework.graph.writes import storages, written_inputs
+from qframework.graph.writes import is_view, storages, written_inputs
 
 _DEQUANTIZE = "quantized_decomposed.dequantize_per_channel.default"
 
@@ -48,7 +48,8 @@ def erase_unread_results(gm: GraphModule) -> None:
     """Erase operators whose result nothing reads, in place and without recompiling; also writes to memory of that kind.
 
     Exports keep the mean of the weights that ``nn.MultiheadAttention`` returns, with which its softmax has two readers,
-    and the matrix to which BigBird copies the weights of its blocks.
+    and the matrix to which BigBird copies the weights of its blocks. Dynamo keeps views, such as WavLM's of the weights
+    that nobody asked for.
     """
     _erase_unread_memory(gm)
     for node in reversed(list(gm.graph.nodes)):
@@ -86,6 +87,8 @@ def _is_write(node: Node) -> bool:
 
 def _only_computes(node: Node) -> bool:
     """Whether a node does nothing but compute tensors: no writes, random numbers or checks."""
+    if is_view(node):
+        return True
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or fake_value(node) is None:
         return False
     return not schema(node.target).is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
