@@ -108,12 +108,15 @@ class ForkedCall:
         while left:
             left = left[os.write(end, left) :]
 
-    def result(self, timeout: float = PATIENCE_S) -> Any:
-        """The result; computed here, which raises its error, if the other process failed or took too long."""
+    def result(self, timeout: float = PATIENCE_S, otherwise: Callable[..., Any] | None = None) -> Any:
+        """The result. If the other process failed or took too long, it is computed again, which raises its error.
+
+        ``otherwise`` computes it then: it is called as the function would be, by default the function itself is, here.
+        """
         try:
             return pickle.loads(self._fork.read(timeout) or b"")
         except Exception:  # noqa: BLE001 (nothing, or half of a result)
-            return self._function(*self._arguments)
+            return (otherwise or self._function)(*self._arguments)
 
 
 def _fork() -> int:

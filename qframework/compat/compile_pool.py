@@ -2,6 +2,9 @@
 
 They import PyTorch, which takes longer than writing a graph of repeated blocks. Meanwhile Inductor compiles one kernel
 after the other in its own process; here forks of this process do.
+
+What a fork can't do is left to Inductor's processes, however long they take to be ready. It must not be done in this
+one: Inductor's job drops the source of a kernel, which may be compiled again here, for smaller blocks say.
 """
 
 from __future__ import annotations
@@ -20,22 +23,28 @@ LONGEST_S = 0.1  # that a fork may stop this process; it grows with the memory i
 
 
 class _Forks:
-    """What Inductor needs of a pool of processes."""
+    """What Inductor needs of a pool of processes. ``pool`` returns that of its own, of which it makes one."""
 
-    def __init__(self, waiting: ThreadPoolExecutor) -> None:
-        self._waiting, self._slow = waiting, False
+    def __init__(self, waiting: ThreadPoolExecutor, pool: Callable[[], Any]) -> None:
+        self._waiting, self._pool, self._slow = waiting, pool, False
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._slow:
-            return self._waiting.submit(function, *arguments)
+            return self._elsewhere(function, *arguments)
         began = time.perf_counter()
         try:
             call = ForkedCall(function, *arguments)
         except OSError:
             self._slow = True
-            return self._waiting.submit(function, *arguments)
+            return self._elsewhere(function, *arguments)
         self._slow = time.perf_counter() - began > LONGEST_S
-        return self._waiting.submit(call.result)
+        return self._waiting.submit(
+            call.result, otherwise=lambda *arguments: self._elsewhere(function, *arguments).result()
+        )
+
+    def _elsewhere(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        submitted: Future[Any] = self._pool().submit(function, *arguments)
+        return submitted
 
 
 @contextlib.contextmanager
@@ -48,7 +57,7 @@ def forks_until_ready(allowed: bool) -> Iterator[None]:
         yield
         return
     with ThreadPoolExecutor(thread_name_prefix="qframework-forks") as waiting, contextlib.ExitStack() as patches:
-        forks = _Forks(waiting)
+        forks = _Forks(waiting, pool.process_pool)
         for name, answer in (("use_process_pool", True), ("process_pool", forks)):
             patches.callback(setattr, pool, name, vars(pool)[name])
             # cached: a fork empties the caches of what makes the pool

@@ -96,7 +96,11 @@ def is_view(node: Node) -> bool:
 
     A method in place, ``x.requires_grad_()`` say, may change more than memory.
     """
-    if isinstance(node.target, OpOverload) or node.op not in ("call_function", "call_method") or fake_value(node) is None:
+    if (
+        isinstance(node.target, OpOverload)
+        or node.op not in ("call_function", "call_method")
+        or fake_value(node) is None
+    ):
         return False
     if getattr(node.target, "__name__", str(node.target)).endswith("_"):
         return False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._inductor import config
@@ -18,6 +20,26 @@ from qframework.compat.missing import replaced
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 READY: list[bool] = []
 NAMES = ("process_pool", "use_process_pool")
+
+
+class Own:
+    """Stands for Inductor's pool: what is submitted to it is done in a thread, and noted."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Any] = []
+        self._thread = ThreadPoolExecutor(1)
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        self.submitted.append((function, *arguments))
+        return self._thread.submit(lambda: ("elsewhere", *arguments))
+
+
+@pytest.fixture
+def own(unready: None) -> Iterator[Own]:
+    pool = Own()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncCompile, "process_pool", staticmethod(lambda: pool))
+        yield pool
 
 
 @pytest.fixture(autouse=True)
@@ -51,20 +73,37 @@ def test_a_fork_empties_inductors_caches_without_an_error(monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_no_process_can_be_forked_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_process_can_be_forked_inductors_are_waited_for(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(os, "fork", refuse)
     with forks_until_ready(allowed=True):
-        assert [AsyncCompile.process_pool().submit(os.getpid).result() for _ in range(2)] == [os.getpid()] * 2
+        assert [AsyncCompile.process_pool().submit(abs, n).result() for n in (1, 2)] == [
+            ("elsewhere", n) for n in (1, 2)
+        ]
+    assert own.submitted == [(abs, 1), (abs, 2)]
 
 
-def test_where_forks_take_long_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_forks_take_long_inductors_are_waited_for(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_pool, "LONGEST_S", 0.0)
     with forks_until_ready(allowed=True):
-        first, second = (AsyncCompile.process_pool().submit(os.getpid).result() for _ in range(2))
-    assert first != second == os.getpid()
+        assert [AsyncCompile.process_pool().submit(abs, n).result() for n in (-1, -2)] == [1, ("elsewhere", -2)]
+
+
+def test_what_a_fork_cannot_do_is_never_done_here(own: Own, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Inductor's job leaves a kernel without source, which this process may need."""
+    monkeypatch.setattr(compile_pool, "LONGEST_S", float("inf"))
+
+    def fail(name: str) -> None:
+        (tmp_path / str(os.getpid())).touch()
+        raise RuntimeError(name)
+
+    with forks_until_ready(allowed=True):
+        assert AsyncCompile.process_pool().submit(fail, "there").result() == ("elsewhere", "there")
+    assert own.submitted == [(fail, "there")]
+    assert (tmp_path / str(os.getpid())).exists() is False
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_error_inside_restores_inductor() -> None:
