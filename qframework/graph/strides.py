@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,22 +17,25 @@ from qframework.compat.operators import OpOverload
 from qframework.graph.autocast import autocast_of, follow_scope, scopes_before
 from qframework.graph.nodes import fake_value, operation
 from qframework.graph.shapes import same_shape
-from qframework.graph.writes import writes_in_place
+from qframework.graph.writes import writes_in_place, written_inputs
+
+_STORES = {"copy", "index_copy", "index_put", "setitem"}
 
 
 def follow_strides(node: Node, value: FakeTensor) -> dict[Node, Any] | None:
     """The new values of nodes whose strides change when ``value``, with other strides, replaces ``node``.
 
     None if the graph depends on the recorded strides: if a view becomes impossible, if an output would get other
-    strides, or, to be safe, if memory is written. Most operations propagate strides, so the readers of ``value`` are
-    run again on fake tensors until their results have the recorded strides.
+    strides, or, to be safe, if memory is written, unless values are only stored in other memory, as in a cache of keys.
+    Most operations propagate strides, so the readers of ``value`` are run again on fake tensors until their results
+    have the recorded strides.
     """
     if not _moved(node, value):
         return {}
     replay, reader, scopes = _Replay(node, value), node.next, scopes_before(node)
     while reader.op != "root":
         follow_scope(scopes, reader)
-        if replay.reaches(reader):
+        if replay.reaches(reader) and not _only_stores(reader, replay.moved):
             if _is_opaque(reader):
                 return None
             try:
@@ -41,6 +45,11 @@ def follow_strides(node: Node, value: FakeTensor) -> dict[Node, Any] | None:
                 return None
         reader = reader.next
     return replay.moved
+
+
+def _only_stores(node: Node, moved: Collection[Node]) -> bool:
+    """Whether a node copies values that have moved to memory of others; its result is that memory, as it was."""
+    return operation(node) in _STORES and writes_in_place(node) and written_inputs(node).isdisjoint(moved)
 
 
 def _is_opaque(node: Node) -> bool:

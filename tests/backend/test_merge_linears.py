@@ -125,6 +125,43 @@ def test_biases_follow_writes_and_new_parameters():
     assert torch.equal(after, lowered(model, x, merged=False)[1](x))
 
 
+@pytest.mark.parametrize("how", ["copy", "index", "item"])
+def test_projections_that_write_a_cache_are_one_product(how):
+    """As in decoding, where keys and values of the new token go into memory of their own."""
+
+    class Cached(Attention):
+        def __init__(self):
+            super().__init__()
+            for name in ("keys", "values"):
+                self.register_buffer(name, torch.randn(3, self.key_heads, 5, self.width))
+            self.register_buffer("place", torch.tensor([4]))
+
+        def write(self, cache, new):
+            if how == "copy":
+                cache[:, :, 4:].copy_(new)
+            elif how == "index":
+                cache.index_copy_(2, self.place, new)
+            else:
+                cache[:, :, 4:] = new
+
+        def forward(self, x):
+            q, k, v = (part(x).view(3, 1, -1, self.width).transpose(1, 2) for part in (self.q, self.k, self.v))
+            self.write(self.keys, k.cos())
+            self.write(self.values, v)
+            y = scaled_dot_product_attention(q, self.keys, self.values, enable_gqa=True)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    model, x = Cached(), torch.randn(3, 1, 32)
+    apart, together = copy.deepcopy(model), copy.deepcopy(model)
+    expected = lowered(apart, x, merged=False)[1](x)
+    graphs, run = lowered(together, x)
+    assert products(graphs) == 2
+    assert torch.equal(run(x), expected)
+    assert torch.equal(apart.keys, together.keys)
+    assert torch.equal(apart.values, together.values)
+    assert not torch.equal(model.values, together.values)
+
+
 READS = {
     "an activation, which is an epilogue": lambda a, b, x: torch.relu(a) * b.sin(),
     "a sum, which is an epilogue": lambda a, b, x: (a + x[..., :24]) * b.sin(),

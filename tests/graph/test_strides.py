@@ -27,6 +27,27 @@ def write_to_a_copy(y):
     return y.sum() + pooled.sum()
 
 
+def store(how):
+    """Values of ``y`` in other memory, as in a cache of keys."""
+
+    def read(y):
+        cache = y.new_zeros(*y.shape[:3], y.shape[3] + 1)
+        if how == "copy":
+            cache[..., 1:].copy_(y)
+        elif how == "index":
+            cache.index_copy_(3, torch.arange(y.shape[3], device=y.device), y.relu())
+        else:
+            cache[..., :-1] = y
+        return cache.sum(1)
+
+    return read
+
+
+def store_in_itself(y):
+    y[:, :2].copy_(y[:, 2:4])
+    return y.sum(1)
+
+
 @torch.library.custom_op("qframework_tests::in_order", mutates_args=())
 def in_order(y: torch.Tensor) -> torch.Tensor:
     """An operator of another library that reads the memory in order."""
@@ -52,6 +73,10 @@ READERS = {
     "written": (write_beside_a_part, True),
     "written for itself": (lambda y: y.relu_().sum(), False),
     "written after a copy": (write_to_a_copy, True),
+    "stored": (store("copy"), False),
+    "stored by index": (store("index"), False),
+    "stored in an item": (store("item"), False),
+    "stored in itself": (store_in_itself, True),
     "possible view": (lambda y: y.view(2, 6, -1).sum(1), False),
     "sum of tokens": (lambda y: tokens(y).sum(1), False),
     "norm of tokens": (lambda y: F.layer_norm(tokens(y) + 1, (6,)).sum(1), False),
