@@ -11,7 +11,9 @@ to 8 rows an expert or 256 to 1,024 (``other/2026-11-30-h200-grouped-linear.json
 errors. Estimates are within 11 percent (standard deviation) in both precisions, above all since fewer experts have
 rows where groups are uneven. Both gain from that alike: how many times as fast INT8 is, is within 9 percent. It is 2.5
 to 3.4 times as fast with few rows, as it reads half the bytes, and 1.0 to 1.5 times with many, least with short rows,
-whose quantization and results weigh most. Other Hopper GPUs, of which none was timed, differ by the memory's rate.
+whose quantization and results weigh most. In 32 cases of 16 to 256 rows that it was not fitted to (``-2.json``), of 1.3
+to 2.6 times as fast, the estimate is 15 percent below to 27 above. Other Hopper GPUs, of which none was timed, differ
+by the memory's rate.
 
 PyTorch's ``grouped_mm`` takes bfloat16 alone. In float16 transformers waits for the GPU and multiplies the rows of one
 expert after the other, which is not faster than the estimate for bfloat16.

@@ -21,7 +21,7 @@ from qframework.backend.experts_gain import LEAST_GAIN, NOT_TIMED, ExpertSizes, 
 from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.grouped import choose_tile
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/other/2026-11-30-h200-grouped-linear.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/other"
 H200 = 0.84 * 4.8e6  # bytes of memory in a microsecond
 FROZEN: dict[str, Any] = {"linear": "int8_dynamic", "freeze_weights": True}
 
@@ -49,9 +49,14 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_gain, "_multiprocessors", lambda device: 132)
 
 
-def test_no_decision_on_what_was_measured_is_slower() -> None:
+@pytest.mark.parametrize(
+    ("name", "in_float", "deviation"),
+    [("2026-11-30-h200-grouped-linear", 2, 0.1), ("2026-11-30-h200-grouped-linear-2", 0, 0.12)],
+    ids=["fitted to", "others"],
+)
+def test_no_decision_on_what_was_measured_is_slower(name: str, in_float: int, deviation: float) -> None:
     errors, kept = [], 0
-    for case in json.loads(RESULTS.read_text())["records"]:
+    for case in json.loads((RESULTS / f"{name}.json").read_text())["records"]:
         sizes = ExpertSizes(case["tokens"] * case["per_token"], case["experts"], case["outputs"], case["inputs"])
         if "grouped_mm" not in case["us"]:
             continue
@@ -62,8 +67,8 @@ def test_no_decision_on_what_was_measured_is_slower() -> None:
         errors.append(math.log(estimated / measured))
         assert measured > 1 if estimated >= LEAST_GAIN else measured < LEAST_GAIN
         kept += estimated < LEAST_GAIN
-    assert (len(errors), kept) == (32, 2)
-    assert math.sqrt(sum(error**2 for error in errors) / 32) < 0.1
+    assert (len(errors), kept) == (32, in_float)
+    assert math.sqrt(sum(error**2 for error in errors) / 32) < deviation
 
 
 @pytest.mark.usefixtures("on_hopper")

