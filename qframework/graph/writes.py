@@ -31,7 +31,7 @@ from qframework.compat.dispatch import (
 from qframework.compat.dynamo import recorded_value
 from qframework.compat.operators import OpOverload, schema
 from qframework.graph.autocast import autocast_of, scopes_before
-from qframework.graph.nodes import fake_value, is_inactive_dropout, why_not_plain
+from qframework.graph.nodes import fake_value, is_inactive_dropout, operation, why_not_plain
 
 _WRITTEN = "qframework_written"  # in a node's meta, so that it goes with the node
 _MEMORY = "qframework_memory"
@@ -92,20 +92,17 @@ def allocates(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a call outside of an operator's schema only gives another tensor for the memory of an input.
+    """Whether one of PyTorch's functions or methods, as Dynamo records them, only gives a tensor in an input's memory.
 
     A method in place, ``x.requires_grad_()`` say, may change more than memory.
     """
-    if (
-        isinstance(node.target, OpOverload)
-        or node.op not in ("call_function", "call_method")
-        or fake_value(node) is None
-    ):
+    if isinstance(node.target, OpOverload) or operation(node) is None or fake_value(node) is None:
         return False
     if getattr(node.target, "__name__", str(node.target)).endswith("_"):
         return False
-    shares = any(_overlap(storages(x), storages(node)) for x in node.all_input_nodes)
-    return shares and bool(storages(node)) and not writes_in_place(node)
+    own = storages(node) or set()
+    shares = any(own & (storages(x) or set()) for x in node.all_input_nodes)
+    return shares and not writes_in_place(node)
 
 
 def is_written(node: Node, own: Collection[Node] = ()) -> bool:
