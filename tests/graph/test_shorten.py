@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
 from torch.nn import functional as F
 
 from qframework.graph.rewrites.shorten import erase_unread_results, shorten
@@ -102,6 +104,7 @@ class Views(nn.Module):
         shape = (y.shape[0], 3, *y.shape[1:])
         y[:, None].broadcast_to(shape)
         y.view(-1)[1:].add_(1)
+        F.relu(y[0], True)
         return y
 
 
@@ -120,8 +123,21 @@ def test_views_that_nothing_reads_leave_dynamos_graphs() -> None:
     targets = [getattr(node.target, "__name__", str(node.target)) for node in gm.graph.nodes]
     assert before > len(targets)
     assert "broadcast_to" not in targets
-    assert {"add_", "counted"} <= set(targets)
+    assert {"add_", "relu", "counted"} <= set(targets)
     assert torch.equal(y, Views()(X))
+
+
+@pytest.mark.parametrize(("method", "leaves"), [("detach", True), ("requires_grad_", False)])
+def test_what_changes_a_tensor_itself_stays(method, leaves) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    same = graph.call_method(method, (x,))
+    with FakeTensorMode() as mode:
+        x.meta["val"] = mode.from_tensor(X)
+        same.meta["val"] = x.meta["val"].view_as(x.meta["val"])
+    graph.output(x)
+    erase_unread_results(GraphModule(nn.Module(), graph))
+    assert (same not in graph.nodes) == leaves
 
 
 class Copies(nn.Module):
