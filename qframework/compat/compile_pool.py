@@ -3,8 +3,9 @@
 They import PyTorch, which takes longer than writing a graph of repeated blocks. Meanwhile Inductor compiles one kernel
 after the other in its own process; here forks of this process do.
 
-What a fork can't do is left to Inductor's processes, however long they take to be ready. It must not be done in this
-one: Inductor's job drops the source of a kernel, which may be compiled again here, for smaller blocks say.
+What a fork can't do is left to Inductor's processes. The job that Inductor submits must not be done in this one: it
+drops the source of a kernel, which may be compiled again here, for smaller blocks say. Where forks take long, Inductor
+compiles as it does without them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,20 @@ LONGEST_S = 0.1  # that a fork may stop this process; it grows with the memory i
 
 
 class _Forks:
-    """What Inductor needs of a pool of processes. ``pool`` returns that of its own, of which it makes one."""
+    """What Inductor needs of a pool of processes.
 
-    def __init__(self, waiting: ThreadPoolExecutor, pool: Callable[[], Any]) -> None:
-        self._waiting, self._pool, self._slow = waiting, pool, False
+    Args:
+        waiting: threads that wait for results.
+        pool: returns Inductor's own, of which it makes one.
+        ready: whether that may be used already.
+    """
+
+    def __init__(self, waiting: ThreadPoolExecutor, pool: Callable[[], Any], ready: Callable[[], bool]) -> None:
+        self._waiting, self._pool, self._ready, self._slow = waiting, pool, ready, False
+
+    def are_used(self) -> bool:
+        """Whether Inductor submits kernels, and does not compile them in this process."""
+        return not self._slow or self._ready()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._slow:
@@ -57,11 +68,11 @@ def forks_until_ready(allowed: bool) -> Iterator[None]:
         yield
         return
     with ThreadPoolExecutor(thread_name_prefix="qframework-forks") as waiting, contextlib.ExitStack() as patches:
-        forks = _Forks(waiting, pool.process_pool)
-        for name, answer in (("use_process_pool", True), ("process_pool", forks)):
+        forks = _Forks(waiting, pool.process_pool, pool.use_process_pool)
+        itself = functools.lru_cache(1)(lambda: forks)  # cached: a fork empties the cache of what makes the pool
+        for name, replacement in (("use_process_pool", forks.are_used), ("process_pool", itself)):
             patches.callback(setattr, pool, name, vars(pool)[name])
-            # cached: a fork empties the caches of what makes the pool
-            setattr(pool, name, staticmethod(functools.lru_cache(1)(functools.partial(_same, answer))))
+            setattr(pool, name, staticmethod(replacement))
         yield
 
 
@@ -77,7 +88,3 @@ def _pool_to_replace() -> Any:
     if getattr(config.triton, "proton_profiling", False) or pool.use_process_pool():
         return None
     return pool
-
-
-def _same(x: Any) -> Any:
-    return x

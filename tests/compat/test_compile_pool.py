@@ -85,10 +85,17 @@ def test_where_no_process_can_be_forked_inductors_are_waited_for(own: Own, monke
     assert own.submitted == [(abs, 1), (abs, 2)]
 
 
-def test_where_forks_take_long_inductors_are_waited_for(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_forks_take_long_inductor_compiles_as_without(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process until its own are ready."""
     monkeypatch.setattr(compile_pool, "LONGEST_S", 0.0)
     with forks_until_ready(allowed=True):
-        assert [AsyncCompile.process_pool().submit(abs, n).result() for n in (-1, -2)] == [1, ("elsewhere", -2)]
+        assert AsyncCompile.use_process_pool()
+        assert AsyncCompile.process_pool().submit(abs, -1).result() == 1
+        assert not AsyncCompile.use_process_pool()
+        monkeypatch.setattr(sys.modules[__name__], "READY", [True])
+        assert AsyncCompile().use_process_pool()
+        assert AsyncCompile.process_pool().submit(abs, -2).result() == ("elsewhere", -2)
+    assert own.submitted == [(abs, -2)]
 
 
 def test_what_a_fork_cannot_do_is_never_done_here(own: Own, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
