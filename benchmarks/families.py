@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import qframework
 from benchmarks.boxed import Limits, Phase, add_limits, limits_of, run_plans
-from benchmarks.families_cases import FAMILIES, SEED, SMOKE, Family, Inputs
+from benchmarks.families_cases import FAMILIES, SMOKE
+from benchmarks.families_models import SEED, Family, Inputs
 from benchmarks.harness import Record, Results, WrongResultError, argument_parser, comma_separated, guarded
 from benchmarks.models import Forward
 from benchmarks.profile_vit import profile_forward

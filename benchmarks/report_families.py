@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.families_cases import DECODING, FAMILIES
+from benchmarks.families_cases import FAMILIES
+from benchmarks.families_models import DECODING
 from benchmarks.harness import Record
 from benchmarks.pages import Page, Plot
 from benchmarks.plots import COLOUR, GREY, WIDTH

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks import families, report, report_families
-from benchmarks.families_cases import FAMILIES, SMOKE, _build_transformers, _enlarge_tiny
+from benchmarks.families_cases import FAMILIES, SMOKE
+from benchmarks.families_models import _build_transformers, _enlarge_tiny
 from benchmarks.harness import Record, Results, WrongResultError
 from qframework.numerics import sqnr_db
 
