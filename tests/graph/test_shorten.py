@@ -127,6 +127,17 @@ def test_views_that_nothing_reads_leave_dynamos_graphs() -> None:
     assert torch.equal(y, Views()(X))
 
 
+def test_what_reads_unknown_memory_stays() -> None:
+    """Random numbers that nobody reads change those behind them."""
+    graph = Graph()
+    drawn = graph.call_function(torch.rand_like, (graph.placeholder("x"),))
+    with FakeTensorMode() as mode:
+        drawn.meta["val"] = mode.from_tensor(X)
+    graph.output(None)
+    erase_unread_results(GraphModule(nn.Module(), graph))
+    assert drawn in graph.nodes
+
+
 @pytest.mark.parametrize(("method", "leaves"), [("detach", True), ("requires_grad_", False)])
 def test_what_changes_a_tensor_itself_stays(method, leaves) -> None:
     graph = Graph()

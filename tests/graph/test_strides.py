@@ -36,6 +36,8 @@ def store(how):
             cache[..., 1:].copy_(y)
         elif how == "index":
             cache.index_copy_(3, torch.arange(y.shape[3], device=y.device), y.relu())
+        elif how == "places":
+            cache[..., 1:].index_put_((torch.arange(len(y), device=y.device),), y)
         else:
             cache[..., :-1] = y
         return cache.sum(1)
@@ -75,6 +77,7 @@ READERS = {
     "written after a copy": (write_to_a_copy, True),
     "stored": (store("copy"), False),
     "stored by index": (store("index"), False),
+    "stored at places": (store("places"), False),
     "stored in an item": (store("item"), False),
     "stored in itself": (store_in_itself, True),
     "possible view": (lambda y: y.view(2, 6, -1).sum(1), False),
