@@ -287,9 +287,9 @@ def test_specialized(tile, epilogue, single, tmp_path):
         tile = tile._replace(num_stages=3)  # it needs room for the residual
     compiled = compile_int8_linear("sm_90", tile, EPILOGUES[epilogue], True, single=single)
     ptx = compiled.asm["ptx"]
-    working = 3 if tile == THIRDS else 1 if single and tile.specialized == "pingpong" else 2
+    working = {64: 1, 192: 3}.get(tile.block_m, 1 if single and tile.specialized == "pingpong" else 2)
     accumulators = 1 if tile == THIRDS else 2
-    steps = 1 if tile.block_m == 64 else 2  # the first one, which adds to no registers, has its own products
+    steps = 2  # the first one, which adds to no registers, has its own products
     assert ptx.count("wgmma.mma_async") == steps * working * accumulators * 4, "for each accumulator, four products"
     left = 0 if tile == WIDE else accumulators  # the other warpgroup multiplies while this one waits for its rows
     assert ptx.count(f"wgmma.wait_group.sync.aligned {left}") == steps * working

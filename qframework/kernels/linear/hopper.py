@@ -1,4 +1,4 @@
-"""int8_linear's kernel for Hopper, in Gluon: one warp loads, two or three warpgroups multiply and run the epilogue.
+"""int8_linear's kernel for Hopper, in Gluon: one warp loads, up to three warpgroups multiply and run the epilogue.
 
 Gluon is Triton's dialect with explicit layouts, shared memory and barriers. hopper_ring.py has the loads and products,
 this module the epilogue and the start of all warps. Warpgroups share the work in one of two ways, as in CUTLASS's
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.linear.epilogue import finish, is_long, load_rows
-from qframework.kernels.linear.hopper_ring import LEFT, accumulator, parts, right_columns, takes_turns_in_k, workers
+from qframework.kernels.linear.hopper_ring import LEFT, accumulator, parts, right_columns, workers
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.triton import triton
 
@@ -30,10 +30,8 @@ from qframework.kernels.runtime.triton import triton
 @triton.constexpr_function
 def _buffers(form, has_residual):
     """Blocks of 64 rows in shared memory for results on their way."""
-    if right_columns(form.columns) > 0:
-        return 1 if takes_turns_in_k(form.block_m) else 2
-    if workers(form.block_m) == 3:
-        return 3
+    if right_columns(form.columns) > 0 or workers(form.block_m) == 3:
+        return workers(form.block_m)
     return 4 if form.pingpong or has_residual else 2
 
 
@@ -186,18 +184,23 @@ if HAS_GLUON:
                 mbarrier.init(landed.index(i), count=1)
         if RIGHT > 0:
             right_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, RIGHT], out_desc.layout)
-        done = landed
-        if takes_turns_in_k(FORM.block_m):
-            done = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(3):
-                mbarrier.init(done.index(i), count=2 if i == 0 else 1)
         fence_async_shared()
         pointers = (a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr)
         results = (residual_desc, out_desc, out_stages, landed)
         sizes = (M, N, K, PA, PO)
         # Behind the functions: warps of all but the first, and their registers; the first gets the rest.
         if RIGHT > 0:
-            both = (residual_desc, out_desc, out_stages, right_stages, landed, done)
+            both = (residual_desc, out_desc, out_stages, right_stages, landed)
+        if WORKERS == 1:
+            gl.warp_specialize(
+                [
+                    (consume_wide, (gl.constexpr(0), pointers, ring, both, sizes, EPILOGUE, FORM)),
+                    (produce, (a_desc, (b_desc,), ring, M, N, K, FORM)),
+                ],
+                [1],
+                [24],
+            )
+        elif RIGHT > 0:
             gl.warp_specialize(
                 [
                     (consume_wide, (gl.constexpr(0), pointers, ring, both, sizes, EPILOGUE, FORM)),

@@ -43,19 +43,13 @@ def parts(block_m):
 @triton.constexpr_function
 def workers(block_m):
     """Multiplying warpgroups."""
-    return 3 if block_m == 192 else 2
-
-
-@triton.constexpr_function
-def takes_turns_in_k(block_m):
-    """Whether the warpgroups share the steps over K of the same results, in tiles of hopper_wide.py."""
-    return block_m == 64
+    return {64: 1, 192: 3}.get(block_m, 2)
 
 
 @triton.constexpr_function
 def readers(form):
     """Warpgroups that read a stage."""
-    return 1 if form.pingpong or takes_turns_in_k(form.block_m) else workers(form.block_m)
+    return 1 if form.pingpong else workers(form.block_m)
 
 
 @triton.constexpr_function

@@ -46,6 +46,6 @@ WIDE = COOPERATIVE._replace(block_m=128, block_n=256, num_stages=3, group_m=8)
 WIDE_160 = WIDE._replace(block_n=160, num_stages=5)
 WIDE_192 = WIDE._replace(block_n=192, num_stages=4)
 THIRDS = COOPERATIVE._replace(block_m=192)  # three warpgroups of 64 rows
-# Two warpgroups take turns in steps over K, for problems that are too small to give every multiprocessor a larger tile.
+# One warpgroup, for problems that are too small to give every multiprocessor a larger tile.
 FLAT_160 = WIDE._replace(block_m=64, block_n=160, num_stages=6, programs=0)
 FLAT_192 = FLAT_160._replace(block_n=192)

@@ -58,8 +58,8 @@ SPECIALIZED = {
     "128 and 128 columns": WIDE,
     "128 and 32 columns": WIDE_160,
     "128 and 64 columns": WIDE_192,
-    "128 and 32 columns, turns in K": FLAT_160,
-    "128 and 64 columns, turns in K": FLAT_192,
+    "128 and 32 columns, one warpgroup": FLAT_160,
+    "128 and 64 columns, one warpgroup": FLAT_192,
 }
 
 
