@@ -19,7 +19,7 @@ from qframework.backend.options import BackendOptions
 from qframework.kernels.linear.tile_costs import half_us, int8_us
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/other"
-STORED = RESULTS / "2026-11-29-h200-tile-costs.json"
+STORED = RESULTS / "2026-11-30-h200-tile-costs.json"
 
 
 class Mlp(nn.Module):

@@ -10,7 +10,7 @@ from benchmarks import tile_costs
 from qframework.kernels.linear.tile_costs import COSTS, HALF, half_us, tile_us
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/other"
-STORED = RESULTS / "2026-11-29-h200-tile-costs.json"
+STORED = RESULTS / "2026-11-30-h200-tile-costs.json"
 OF_OTHERS = RESULTS / "2026-11-27-h100-tile-costs.json"  # float16 and the tiles of the kernel for all chips
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from qframework.kernels.linear.epilogue import fold_columns, load_columns
-from qframework.kernels.linear.triton import place
+from qframework.kernels.linear.triton import first_inside, place
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
@@ -135,7 +135,7 @@ if HAS_GLUON:
         start_n = gl.program_id(1) * FORM.columns
         if not SINGLE:
             start_m, start_n = place(tile, M, N, FORM.block_m, FORM.columns, FORM.group_m)
-        return start_m, start_n
+        return first_inside(start_m, M, FORM.block_m), first_inside(start_n, N, FORM.columns)
 
     @gluon.jit
     def begin(a_desc, b_descs, M, N, K, FORM: gl.constexpr, OVERLAP: gl.constexpr):

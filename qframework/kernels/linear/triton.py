@@ -81,6 +81,16 @@ def place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.
 
 
 @triton.jit
+def first_inside(start, size, block: tl.constexpr):
+    """The last tile begins where it ends with the matrix, and computes again what the one before it does.
+
+    Rows past the end are no work less: TMA takes longer for those that it fills with zeros than for others, and the
+    whole chip waits (``other/2026-11-30-h200-rows-past-the-end.json``).
+    """
+    return tl.minimum(start, tl.maximum(size - block, 0))
+
+
+@triton.jit
 def tile_of_out(
     start_m,
     start_n,
@@ -119,6 +129,9 @@ def tile_of_out(
     """
     out_dtype: tl.constexpr = out_ptr.dtype if TMA_STORE else out_ptr.dtype.element_ty
     width: tl.constexpr = BLOCK_N // SUBTILES
+    if TMA:
+        start_m = first_inside(start_m, M, BLOCK_M)
+        start_n = first_inside(start_n, N, BLOCK_N)
     m = start_m + tl.arange(0, BLOCK_M)
     n = start_n + tl.arange(0, BLOCK_N)
     if EARLY:
