@@ -34,7 +34,6 @@ from qframework.graph.nodes import activation_name, add_call, argument, fake_val
 from qframework.graph.selections import selection
 from qframework.graph.shapes import same, same_shape, traced_size
 from qframework.graph.writes import written_between
-from qframework.kernels.linear.tile import MAX_FEW_ROWS
 from qframework.kernels.linear.tiles import gated_tile
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -43,6 +42,7 @@ _ours = torch.ops.qframework
 aten = torch.ops.aten
 _ALIGNMENT = 16  # bytes, of rows that TMA addresses
 _DTYPES = (torch.float16, torch.bfloat16)
+_ROWS_OF_A_TILE = 128  # fewer were not measured, and TMA takes long for rows past the end (kernels/linear/triton.py)
 _ROWS_OF_HALVES = 512  # from which both halves of one linear gain even if their product is then quantized per token
 
 
@@ -191,7 +191,7 @@ def _quantize_behind(product: Node) -> Node | None:
 
 
 def _pays(found: _Gated) -> bool:
-    """Whether one kernel can compute the product, and is faster: on Hopper, for more rows than others are made for.
+    """Whether one kernel can compute the product, and is faster: on Hopper, where rows fill its tiles.
 
     With the quantization behind it, it always is. A result in 16 bit is written and read again: that is no faster than
     two linears whose product the quantization reads, where the linears take long, nor than one linear of few rows.
@@ -205,8 +205,8 @@ def _pays(found: _Gated) -> bool:
     if result.dtype not in _DTYPES or not inputs or inputs % _ALIGNMENT or row % _ALIGNMENT:
         return False
     rows = math.prod(map(traced_size, x.shape[:-1]))
-    if rows <= MAX_FEW_ROWS or found.quantize is not None:
-        return rows > MAX_FEW_ROWS
+    if rows < _ROWS_OF_A_TILE or found.quantize is not None:
+        return rows >= _ROWS_OF_A_TILE
     if found.gate.linear is found.up.linear:
         return rows >= _ROWS_OF_HALVES
     tile = gated_tile(rows, row // size, inputs, chip_of(x.device)[1])

@@ -70,7 +70,7 @@ def _on_hopper(monkeypatch):
     monkeypatch.setattr(gate_linears, "HAS_GLUON", True)
     monkeypatch.setattr(gate_linears, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(gate_linears, "chip_of", lambda device: ((9, 0), 132))
-    monkeypatch.setattr(gate_linears, "MAX_FEW_ROWS", 0)
+    monkeypatch.setattr(gate_linears, "_ROWS_OF_A_TILE", 1)
     monkeypatch.setattr(gate_linears, "_ROWS_OF_HALVES", 1)
 
 
@@ -193,7 +193,7 @@ def test_a_sum_of_products_without_an_activation_is_gated_too():
 
 
 def test_only_where_it_pays(monkeypatch):
-    for name, value in (("MAX_FEW_ROWS", 18), ("capability_of", lambda device: (8, 0)), ("HAS_GLUON", False)):
+    for name, value in (("_ROWS_OF_A_TILE", 19), ("capability_of", lambda device: (8, 0)), ("HAS_GLUON", False)):
         with monkeypatch.context() as patch:
             patch.setattr(gate_linears, name, value)
             torch._dynamo.reset()

@@ -387,9 +387,9 @@ class TestJoining:
         measured = [1 - fastest[m, 3 * n, k] / (3 * fastest[m, n, k]) for m, n, k in triples]
         estimated = [1 - int8_us(m, 3 * n, k, 132) / (3 * int8_us(m, n, k, 132)) for m, n, k in triples]
         assert len(triples) == 64
-        assert 0.14 < min(measured) < max(measured) < 0.7
+        assert 0.11 < min(measured) < max(measured) < 0.7
         errors = [guess - share for guess, share in zip(estimated, measured, strict=True)]
-        assert -0.14 < min(errors) < max(errors) < 0.09
+        assert -0.11 < min(errors) < max(errors) < 0.08
         joined = [share for (m, n, k), share in zip(triples, measured, strict=True) if self.pays(m, (n, n, n), k)]
-        assert len(joined) == 60
+        assert len(joined) == 59
         assert min(joined) > 0.14

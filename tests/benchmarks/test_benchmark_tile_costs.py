@@ -42,7 +42,7 @@ def test_costs_of_the_h100_predict_the_h200(records):
     for tile in (tile for tile in COSTS if not tile.tma):
         found = [(each, tile_costs.times_of(each)[tile]) for each in records if tile in tile_costs.times_of(each)]
         ratios = [tile_us(tile, each["m"], each["n"], each["k"], 132) / us for each, us in found]
-        assert statistics.geometric_mean(ratios) == pytest.approx(1, abs=0.015)
+        assert statistics.geometric_mean(ratios) == pytest.approx(1, abs=0.02)
 
 
 def test_estimates_are_as_close_as_documented(records, records_of_others):
@@ -52,14 +52,14 @@ def test_estimates_are_as_close_as_documented(records, records_of_others):
     shapes = [(each, (each["m"], each["n"], each["k"])) for each in records]
     least = [min((tile_us(tile, *shape, tile_costs.PROCESSORS), tile) for tile in COSTS) for _, shape in shapes]
     found = [us / tile_costs.times_of(each)[tile] for (us, tile), (each, _) in zip(least, shapes, strict=True)]
-    assert statistics.stdev(found) < 0.095
+    assert statistics.stdev(found) < 0.08
 
 
 def test_the_chosen_tile_is_close_to_the_fastest(records):
     excess = [tile_costs.excess(each) for each in records]
     assert len(excess) == 256
-    assert statistics.geometric_mean(excess) < 1.008
-    assert max(excess) < 1.31
+    assert statistics.geometric_mean(excess) < 1.0085
+    assert max(excess) < 1.22
 
 
 def test_the_fit_is_printed(capsys):

@@ -11,9 +11,9 @@ A tile's time is the sum of what does not overlap:
 ``python -m benchmarks.tile_costs`` measures 256 linears of 128 to 3,136 rows and fits the figures below by least
 squares of relative errors: those of Hopper's own kernel on an H200 (``other/2026-11-30-h200-tile-costs.json``), the
 others on an H100 (``other/2026-11-27-h100-tile-costs.json``). Both chips have the same multiprocessors, and the H100's
-costs predict the H200's times of the tiles without TMA to 1 percent in the geometric mean. Estimates are within 10
-percent (standard deviation), and the tile with the least takes 1 percent longer than the fastest of twelve in the
-geometric mean, 48 at most (392 x 1280 x 5120 with a residual).
+costs predict the H200's times of the tiles without TMA to 2 percent in the geometric mean. Estimates are within 8
+percent (standard deviation), and the tile with the least takes 0.8 percent longer than the fastest of eleven in the
+geometric mean, 21 at most.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class TileCost(NamedTuple):
 
 COSTS: Mapping[Tile, TileCost] = MappingProxyType(
     {
-        PINGPONG: TileCost(2.113, 0.967, 0.192, 0.021, 1.871),
-        PINGPONG._replace(block_n=64, num_stages=7): TileCost(1.857, 0.607, 0.446, 0.04, 0.691),
-        FLAT_160: TileCost(0.683, 2.441, 0.22, 0.024, 1.215),
-        FLAT_192: TileCost(0.583, 2.625, 0.347, 0.027, 1.178),
-        WIDE_160: TileCost(1.148, 2.899, 0.512, 0.024, 2.344),
-        WIDE_192: TileCost(1.361, 2.847, 0.327, 0.025, 2.803),
-        THIRDS: TileCost(2.128, 1.76, 0.216, 0.028, 2.815),
+        PINGPONG: TileCost(2.012, 1.07, 0.181, 0.016, 1.944),
+        PINGPONG._replace(block_n=64, num_stages=7): TileCost(1.844, 0.689, 0.206, 0.023, 0.946),
+        FLAT_160: TileCost(0.693, 2.537, 0.138, 0.017, 1.376),
+        FLAT_192: TileCost(0.549, 2.713, 0.214, 0.02, 1.349),
+        WIDE_160: TileCost(1.207, 2.911, 0.451, 0.021, 2.43),
+        WIDE_192: TileCost(1.301, 2.917, 0.328, 0.025, 2.781),
+        THIRDS: TileCost(1.894, 1.983, 0.199, 0.022, 2.904),
         Tile(64, 64, 128, 4, 4): TileCost(1.28, 0.63, 1.38, 0.07),
         Tile(64, 32, 128, 4, 4): TileCost(1.26, 0.47, 1.08, 0.07),
         Tile(64, 32, 256, 4, 6, tma=True, tma_store=True): TileCost(0.69, 1.59, 0.37, 0.11),
@@ -100,8 +100,12 @@ def tile_us(tile: Tile, m: int, n: int, k: int, processors: int, costs: Mapping[
 
 def fastest_tile(m: int, n: int, k: int, processors: int, tma: bool = True) -> Tile:
     """The tile of ``COSTS`` with the least estimate; without ``tma`` of those that read operands by pointers."""
-    tiles = [tile for tile in COSTS if tma or not tile.tma]
-    return min(tiles, key=lambda tile: tile_us(tile, m, n, k, processors))
+    return min(_usable(m, n, tma), key=lambda tile: tile_us(tile, m, n, k, processors))
+
+
+def _usable(m: int, n: int, tma: bool = True) -> list[Tile]:
+    """Tiles that read operands by pointers, and by TMA those that the matrix fills (see ``first_inside``)."""
+    return [tile for tile in COSTS if not tile.tma or (tma and tile.block_m <= m and tile.block_n <= n)]
 
 
 def fastest_for_long_rows(tiles: Sequence[Tile], m: int, n: int, k: int, processors: int) -> Tile:
@@ -132,7 +136,7 @@ def int8_us(m: int, n: int, k: int, processors: int, memory: float = MEMORY) -> 
     """Microseconds of ``int8_linear`` by estimate; bytes decide up to 64 rows, and where there are very many."""
     if m <= MAX_FEW_ROWS:
         return 1.2 + memory_us(n * k, memory)
-    product = min(tile_us(tile, m, n, k, processors) for tile in COSTS)
+    product = min(tile_us(tile, m, n, k, processors) for tile in _usable(m, n))
     return max(product, memory_us(m * k + n * k + 2 * m * n, memory))
 
 

@@ -29,6 +29,8 @@ from qframework.kernels.linear.tile import (
     WIDE_192,
     Tile,
 )
+from qframework.kernels.linear.triton import first_inside
+from qframework.kernels.runtime.triton import tl, triton
 
 TILES = {
     "by pointers": int8_linear_tiles.INTERPRETED,
@@ -48,6 +50,24 @@ def test_every_tile(monkeypatch, tile, output, shape, n):
     if tile == "along a line":
         monkeypatch.setattr(int8_linear_launch, "_MAX_GRID", 0)
     check_tile(monkeypatch, TILES[tile], output, shape, n)
+
+
+@triton.jit
+def _first_inside_kernel(out_ptr, size, BLOCK: tl.constexpr):
+    tile = tl.program_id(0)
+    tl.store(out_ptr + tile, first_inside(tile * BLOCK, size, BLOCK))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("size", "first"), [(64, [0]), (65, [0, 1]), (128, [0, 64]), (197, [0, 64, 128, 133]), (40, [0]), (1, [0])]
+)
+def test_the_last_tile_ends_with_the_matrix(size, first):
+    """One that is larger than the matrix begins with it."""
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.empty(len(first), dtype=torch.int32, device=place)
+    _first_inside_kernel[(len(first),)](found, size, 64)
+    assert found.tolist() == first
 
 
 SPECIALIZED = {

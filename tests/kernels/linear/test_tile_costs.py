@@ -16,7 +16,7 @@ from qframework.kernels.linear.tile import (
     Tile,
 )
 from qframework.kernels.linear.tile_candidates import allowed
-from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, tile_us
+from qframework.kernels.linear.tile_costs import COSTS, fastest_tile, int8_us, tile_us
 from qframework.kernels.linear.tiles import general_tile
 
 HOPPER = (9, 0)
@@ -86,6 +86,17 @@ def test_operands_that_tma_cannot_read_take_pointers():
     for shape in [(128, 768, 3072), (100, 520, 520), (800, 520, 520)]:
         assert not chosen(*shape, tma=False).tma
     assert chosen(100, 520, 520, tma=False).block_n < 64
+
+
+@pytest.mark.parametrize(
+    "shape", [(65, 8192, 2048), (100, 3072, 768), (127, 768, 3072), (150, 5120, 5120), (900, 100, 512)]
+)
+def test_matrices_fill_the_tiles_that_tma_loads(shape):
+    m, n, k = shape
+    tile = fastest_tile(m, n, k, 132)
+    assert not tile.tma or (tile.block_m <= m and tile.block_n <= n)
+    others = [each for each in COSTS if each.block_m > m or each.block_n > n]
+    assert int8_us(m, n, k, 132) >= min(tile_us(each, m, n, k, 132) for each in COSTS if each not in others)
 
 
 def test_few_channels_take_short_rounds():
