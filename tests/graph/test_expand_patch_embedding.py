@@ -11,6 +11,8 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from qframework import numerics
+from qframework.graph.nodes import operation
+from qframework.graph.rewrites import expand_patch_embedding
 
 
 def rounding(conv, x, weight, bias, **arguments):
@@ -219,3 +221,60 @@ def test_the_product_is_not_quantized():
     assert (capture.convolutions(), capture.products()) == (0, 1)
     assert [layer.name for layer in capture.reports[-1].layers] == ["block.fc1", "block.fc2"]
     assert capture.reports[-1].lowered == 2
+
+
+class Parts(nn.Module):
+    """Convolutions of some channels, as in InceptionNeXt, behind a patch embedding or an ordinary convolution."""
+
+    def __init__(self, part, kernel=4, padding=0):
+        super().__init__()
+        self.stem, self.part = nn.Conv2d(3, 8, kernel, stride=4, padding=padding), part
+        self.whole, self.some = nn.Conv2d(8, 8, 1), nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.whole(x) + torch.cat([x[:, :6], self.some(self.part(x))], 1)
+
+
+PARTS = {
+    "split": lambda x: torch.split(x, [4, 2, 2], 1)[1],
+    "split, from the end": lambda x: torch.split(x, 2, dim=-3)[3],
+    "chunk": lambda x: x.chunk(4, 1)[2],
+    "slice": lambda x: x[:, 2:4],
+    "narrow": lambda x: x.narrow(1, 4, 2),
+}
+
+
+def read_copies(capture):
+    """Convolutions that read one."""
+    graph = capture.graphs[-1].graph
+    convolutions = [node for node in graph.nodes if operation(node) == "conv2d"]
+    return sum(node.args[0].target is torch.ops.aten.clone.default for node in convolutions[1:])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_convolutions_read_copies_of_parts(monkeypatch, part):
+    monkeypatch.setattr(expand_patch_embedding, "_is_on_gpu", lambda node: True)
+    model, x = Parts(PARTS[part]).eval().double(), torch.randn(2, 3, 16, 16).double()
+    y, capture = captured(model, x)
+    assert (capture.convolutions(), read_copies(capture)) == (2, 1)
+    torch.testing.assert_close(y, model(x))
+    y.square().sum().backward()
+    found = model.stem.weight.grad.clone()
+    model.zero_grad()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(found, model.stem.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu"),
+    [
+        (Parts(PARTS["split"], kernel=5), True),  # no patch embedding, so that Inductor chooses the layout
+        (Parts(lambda x: x[:, :2] + 1), True),  # computed anyway
+        (Parts(PARTS["split"]), False),
+    ],
+)
+def test_other_inputs_are_not_copied(monkeypatch, model, gpu):
+    monkeypatch.setattr(expand_patch_embedding, "_is_on_gpu", lambda node: gpu)
+    _, capture = captured(model.eval(), torch.randn(2, 3, 17, 17))
+    assert read_copies(capture) == 0
