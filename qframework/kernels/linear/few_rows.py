@@ -67,7 +67,7 @@ def _int8_linear_few_rows_kernel(
     n = start_n + tl.arange(0, BLOCK_N)
     b_rows = b_ptr + (n % N).to(tl.int64) * stride_bn  # rows past the edge wrap around; their results are not stored
     if OVERLAP and AHEAD > 0:
-        _prefetch(b_rows, first, K, AHEAD)
+        prefetch(b_rows, first, K, AHEAD)
     wait_for_previous_kernel(OVERLAP)
     m = tl.arange(0, BLOCK_M)
     if PARTS == 1:  # hides the latency of these loads
@@ -156,7 +156,7 @@ def _finish_and_store(
 
 
 @triton.jit
-def _prefetch(rows, first, K, AHEAD: tl.constexpr):
+def prefetch(rows, first, K, AHEAD: tl.constexpr):
     """Prefetch ``rows[first : first + AHEAD]`` into L2; the pointers are multiples of 16 bytes, K is at least 256."""
     columns = tl.minimum(first + tl.arange(0, AHEAD // 256) * 256, K - 256)
     tl.inline_asm_elementwise(

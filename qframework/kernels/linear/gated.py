@@ -6,9 +6,9 @@ Formula (Shazeer 2020, arXiv 2002.05202), with the products of int8_linear.py::
     out = y rounded once to out_dtype, or clamp(round(y / out_scale) + out_zero_point, -127, 127) as int8
 
 Layout: ``a (..., K)``, ``gate`` and ``up (N, K)``, ``out (..., N)``, rows contiguous. Both weights may be parts of one.
-On the CPU it is the formula, with two calls of ``int8_linear``. On Hopper one kernel computes both products
-(hopper_gated.py), so that neither is written to memory; elsewhere, and where TMA cannot address an operand, two calls
-of ``int8_linear`` write float32.
+On the CPU it is the formula, with two calls of ``int8_linear``. On a GPU one kernel computes both products, so that
+neither is written to memory, for up to 64 rows (few_rows_gated.py) and on Hopper for more (hopper_gated.py). Elsewhere,
+to float32, and where TMA cannot address an operand, two calls of ``int8_linear`` write float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError, either
-from qframework.kernels.linear import hopper, hopper_gated
+from qframework.kernels.linear import few_rows_gated, hopper, hopper_gated
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.cpu import int8_linear_cpu
 from qframework.kernels.linear.epilogue import EpilogueForm
@@ -31,8 +31,8 @@ from qframework.kernels.linear.launch import (
     walk_of,
     warm_up_int8_linear,
 )
-from qframework.kernels.linear.tile import MAX_FEW_ROWS, Tile
-from qframework.kernels.linear.tiles import gated_tile
+from qframework.kernels.linear.tile import MAX_FEW_ROWS, FewRowsTile, Tile
+from qframework.kernels.linear.tiles import INTERPRETED_GATED, gated_few_rows_tile, gated_tile
 from qframework.kernels.quantize import QuantizeArguments, quantize_triton
 from qframework.kernels.runtime.activation import ACTIVATIONS
 from qframework.kernels.runtime.checks import check_one_scale, check_shape
@@ -125,24 +125,30 @@ def warm_up_int8_gated_linear(device: torch.device, x: Int8GatedLinearArguments)
     tile = tile_of(x, out, device)
     if tile is None:
         return [*warm_up_int8_linear(device, x.product("gate")), *warm_up_int8_linear(device, x.product("up"))]
-    grid, arguments, constants = _call(x, out, device, tile)
-    return [warm_up(hopper_gated.kernel, grid)(*arguments, **constants)]
+    call = _call(x, out, device, tile)
+    return [warm_up(call.kernel, call.grid)(*call.arguments, **call.constants)]
 
 
-def write_result(x: Int8GatedLinearArguments, out: Tensor, tile: Tile) -> None:
-    """Launch Hopper's kernel with ``tile``."""
-    grid, arguments, constants = _call(x, out, x.a.device, tile)
-    launch(hopper_gated.kernel, grid)(*arguments, **constants)
+def write_result(x: Int8GatedLinearArguments, out: Tensor, tile: Tile | FewRowsTile) -> None:
+    """Launch the kernel of ``tile``."""
+    call = _call(x, out, x.a.device, tile)
+    launch(call.kernel, call.grid)(*call.arguments, **call.constants)
 
 
-def tile_of(x: Int8GatedLinearArguments, out: Tensor, device: torch.device) -> Tile | None:
-    """The tile of Hopper's kernel; None where it cannot compute the call."""
-    if not HAS_GLUON or device.type != "cuda" or out.dtype.itemsize > 2 or not out.numel():
-        return None
-    capability, processors = chip_of(device)
+def tile_of(x: Int8GatedLinearArguments, out: Tensor, device: torch.device) -> Tile | FewRowsTile | None:
+    """The tile of one kernel; None where none can compute the call."""
     n, k = x.gate.shape
     m = x.a.shape[:-1].numel()
-    if capability != (9, 0) or m <= MAX_FEW_ROWS or k == 0:
+    if out.dtype.itemsize > 2 or not out.numel() or k == 0:
+        return None
+    if m <= MAX_FEW_ROWS:
+        if any(rows_apart(operand) is None for operand in (x.a, x.gate, x.up)):
+            return None
+        return INTERPRETED_GATED if device.type != "cuda" else gated_few_rows_tile(m, n, k, chip_of(device)[1])
+    if not HAS_GLUON or device.type != "cuda":
+        return None
+    capability, processors = chip_of(device)
+    if capability != (9, 0):
         return None
     strides = (rows_apart(x.a) or 0, rows_apart(x.gate) or 0, rows_apart(x.up) or 0, n * out.dtype.itemsize)
     if any(step <= 0 or step % 16 for step in strides) or any(t.data_ptr() % 16 for t in (x.a, x.gate, x.up, out)):
@@ -150,27 +156,20 @@ def tile_of(x: Int8GatedLinearArguments, out: Tensor, device: torch.device) -> T
     return gated_tile(m, n, k, processors)
 
 
-def _call(
-    x: Int8GatedLinearArguments, out: Tensor, device: torch.device, tile: Tile
-) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, arguments and constants of the launch; what is missing is represented by a scale."""
+class _Call(NamedTuple):
+    """A launch."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def _call(x: Int8GatedLinearArguments, out: Tensor, device: torch.device, tile: Tile | FewRowsTile) -> _Call:
+    """The launch; what is missing is represented by a scale."""
     n, k = x.gate.shape
     m = x.a.shape[:-1].numel()
-    columns = tile.block_n // 2
-    a = hopper.describe(x.a, (m, k), rows_apart(x.a) or 0, (tile.block_m, tile.block_k))
-    gate, up = (hopper.describe(b, (n, k), rows_apart(b) or 0, (columns, tile.block_k)) for b in (x.gate, x.up))
-    to = hopper.describe(out, (m, n), n, (hopper.ROWS, columns))
-    biases = (x.gate_scale if x.gate_bias is None else x.gate_bias, x.up_scale if x.up_bias is None else x.up_bias)
-    requantization = (
-        x.a_scale if x.out_scale is None else x.out_scale,
-        x.a_scale if x.out_zero_point is None else x.out_zero_point,
-    )
-    vectors = (x.a_scale, x.gate_scale, biases[0], x.up_scale, biases[1], *requantization)
-    a_scale, gate_scale, gate_bias, up_scale, up_bias, out_scale, zero_point = (each.contiguous() for each in vectors)
-    pointers = (a, a_scale, gate, gate_scale, gate_bias, up, up_scale, up_bias, out_scale, zero_point, to)
-    tiles_m, tiles_n = cdiv(m, tile.block_m), cdiv(n, columns)
-    slots = tile.programs * chip_of(device)[1]
-    walk = walk_of(tile, tiles_m * tiles_n, slots)
+    sizes = (m, n, k, x.a_scale.numel())
     epilogue = EpilogueForm(
         a_scale="tensor" if x.a_scale.numel() == 1 else "row" if x.a_scale.numel() == m else "position",
         b_per_channel=x.gate_scale.numel() > 1,
@@ -179,6 +178,22 @@ def _call(
         out_scale="none" if x.out_scale is None else "tensor",
         zero_point=x.out_zero_point is not None,
     )
+    strides = tuple(rows_apart(operand) or 0 for operand in (x.a, x.gate, x.up))
+    if isinstance(tile, FewRowsTile):
+        prefetches = (x.gate.data_ptr() | x.up.data_ptr()) % 16 == 0
+        constants = few_rows_gated.constants_of(tile, k, strides, epilogue, prefetches)
+        arguments = (*_pointers(x, x.a, x.gate, x.up, out), *sizes, *strides)
+        return _Call(few_rows_gated.kernel, (cdiv(n, tile.block_n), 1, 1), arguments, constants)
+    columns = tile.block_n // 2
+    a = hopper.describe(x.a, (m, k), strides[0], (tile.block_m, tile.block_k))
+    gate, up = (
+        hopper.describe(b, (n, k), row, (columns, tile.block_k))
+        for b, row in zip((x.gate, x.up), strides[1:], strict=True)
+    )
+    to = hopper.describe(out, (m, n), n, (hopper.ROWS, columns))
+    tiles_m, tiles_n = cdiv(m, tile.block_m), cdiv(n, columns)
+    slots = tile.programs * chip_of(device)[1]
+    walk = walk_of(tile, tiles_m * tiles_n, slots)
     constants = {
         "EPILOGUE": epilogue,
         **tile_constants(tile, k, walk, weights=2),
@@ -186,7 +201,19 @@ def _call(
         "num_stages": tile.num_stages,
     }
     grid = (tiles_m, tiles_n, 1) if walk == "grid" else (slots, 1, 1)
-    return grid, (*pointers, m, n, k, x.a_scale.numel()), constants
+    return _Call(hopper_gated.kernel, grid, (*_pointers(x, a, gate, up, to), *sizes), constants)
+
+
+def _pointers(x: Int8GatedLinearArguments, a: Any, gate: Any, up: Any, to: Any) -> tuple[Any, ...]:
+    """What both kernels read and write: matrices or their descriptors, and between them vectors."""
+    biases = (x.gate_scale if x.gate_bias is None else x.gate_bias, x.up_scale if x.up_bias is None else x.up_bias)
+    requantization = (
+        x.a_scale if x.out_scale is None else x.out_scale,
+        x.a_scale if x.out_zero_point is None else x.out_zero_point,
+    )
+    vectors = (x.a_scale, x.gate_scale, biases[0], x.up_scale, biases[1], *requantization)
+    a_scale, gate_scale, gate_bias, up_scale, up_bias, out_scale, zero_point = (each.contiguous() for each in vectors)
+    return a, a_scale, gate, gate_scale, gate_bias, up, up_scale, up_bias, out_scale, zero_point, to
 
 
 INT8_GATED_LINEAR = declare(

@@ -69,6 +69,7 @@ GATED = tuple(GATED_COSTS)  # of them, half of the rows are each weight's
 _MANY_ROUNDS = 4  # of the largest tile, for which estimates were hardly fitted
 INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, to exercise masks and loops
 INTERPRETED_FEW_ROWS = FewRowsTile(64, 16, 32, 4, 1, parts=2)
+INTERPRETED_GATED = INTERPRETED_FEW_ROWS._replace(parts=1)
 
 
 def choose_tile(
@@ -183,6 +184,12 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
             tile = tile._replace(block_n=16)
     columns = power_of_2(k)
     return tile._replace(block_k=min(tile.block_k, max(32, columns)), ahead=max(256, min(1024, columns)))
+
+
+def gated_few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
+    """As ``few_rows_tile`` for a gated linear: a tile has 16 columns of each of both weights, and all of K."""
+    tile = few_rows_tile(m, n, k, processors)
+    return tile._replace(block_n=16, block_k=min(tile.block_k, 256), parts=1)
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:

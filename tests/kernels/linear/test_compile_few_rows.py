@@ -8,15 +8,18 @@ import re
 import pytest
 from test_compile_targets import CHIPS, EPILOGUES, OVERLAPPING, compile_for, pytestmark, stack_bytes  # noqa: F401
 
+from qframework.kernels.linear import few_rows_gated
+from qframework.kernels.linear.epilogue import EpilogueForm
 from qframework.kernels.linear.few_rows import _add_parts_kernel, _int8_linear_few_rows_kernel
 from qframework.kernels.linear.launch import ADDED_TILE, few_rows_constants
 from qframework.kernels.linear.tile import FewRowsTile
-from qframework.kernels.linear.tiles import few_rows_tile
+from qframework.kernels.linear.tiles import few_rows_tile, gated_few_rows_tile
 
 ROOM = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of shared memory, 99 on other chips
 POINTERS = {"a_scale": "*fp32", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16"}
 POINTERS |= {"out_scale": "*fp32", "zero_point": "*i32"}
 SIZES = dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
+OF_WEIGHTS = {"": "*i8", "_scale": "*fp32", "_bias": "*fp16"}
 LINEARS = [(2048, 2048), (512, 2048), (4096, 14336), (128256, 2048)]  # N, K
 
 
@@ -78,3 +81,30 @@ def test_adding_parts(chip, epilogue, parts, tmp_path):
     names = _add_parts_kernel.arg_names
     used = {name: kind for name, kind in types.items() if name in names}
     assert stack_bytes(compile_for(chip, _add_parts_kernel, used, constants, num_warps=4), tmp_path) == 0
+
+
+@pytest.mark.sample(1 / 2)
+@pytest.mark.parametrize("rows", [1, 32, 64])
+@pytest.mark.parametrize("out", ["*fp16", "*i8"])
+@pytest.mark.parametrize("linear", [(8192, 2048), (14336, 4096), (1152, 1000)], ids=str)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_gated(chip, linear, out, rows, tmp_path):
+    n, k = linear
+    epilogue = EpilogueForm("row", True, "silu", False, out_scale="none" if out == "*fp16" else "tensor")
+    tile = gated_few_rows_tile(rows, n, k, 108)
+    constants = few_rows_gated.constants_of(tile, k, (k, k, k), epilogue, True)
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    sizes = dict.fromkeys(("M", "N", "K", "PA", "stride_am", "stride_gate", "stride_up"), "i32")
+    weights = {f"{each}{part}_ptr": kind for each in ("gate", "up") for part, kind in OF_WEIGHTS.items()}
+    types = {"a_ptr": "*i8", "a_scale_ptr": "*fp32", **weights, "out_scale_ptr": "*fp32", "zero_point_ptr": "*i32"}
+    types |= {"out_ptr": out, **sizes}
+    aligned = k % 16 == 0
+    compiled = compile_for(
+        chip, few_rows_gated.kernel, types, constants, ("K",) if aligned else (), strides=aligned, **options
+    )
+    ptx = compiled.asm["ptx"]
+    assert re.search(CHIPS[chip][2], ptx) or re.search(CHIPS["sm_80"][2], ptx), "no INT8 tensor-core instruction"
+    assert stack_bytes(compiled, tmp_path) <= 8
+    assert compiled.metadata.shared <= ROOM.get(chip, 99) * 1024
+    assert len(re.findall(r"cp\.async", ptx)) >= tile.num_stages - 1, "loads are not ahead of their use"
+    assert ("cp.async.bulk.prefetch.L2" in ptx) == (chip in OVERLAPPING and aligned)

@@ -71,10 +71,11 @@ def test_float_results(run, case, shape, n, scale, dtype):
     assert (out.shape, out.dtype, out.is_contiguous()) == ((*shape[:-1], n), dtype, True)
 
 
+@pytest.mark.parametrize("rows", [70, 20])
 @pytest.mark.parametrize("zero_point", [None, -20])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_int8_results(run, case, activation, zero_point):
-    operands = case((2, 70, 256), 144, bias=True)
+def test_int8_results(run, case, activation, zero_point, rows):
+    operands = case((2, rows, 256), 144, bias=True)
     expected, error = exact(*operands, activation)
     step = np.abs(expected).max() / 90  # with the zero point, the largest values saturate
     given = None if zero_point is None else torch.tensor([zero_point], dtype=torch.int32, device=operands[0].device)
@@ -87,28 +88,48 @@ def test_int8_results(run, case, activation, zero_point):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_activation_and_bias(run, case, activation, bias):
-    operands = case((3, 50, 128), 80, bias=bias)
+@pytest.mark.parametrize("rows", [50, 16])
+def test_activation_and_bias(run, case, activation, bias, rows):
+    operands = case((3, rows, 128), 80, bias=bias)
     assert_float_close(run(*operands, activation, None, torch.float16), *exact(*operands, activation))
 
 
-def test_one_scale_of_each_weight(run, case):
-    a, a_scale, gate, gate_scale, _, up, up_scale, _ = case((90, 64), 32)
+@pytest.mark.parametrize("rows", [90, 9])
+def test_one_scale_of_each_weight(run, case, rows):
+    a, a_scale, gate, gate_scale, _, up, up_scale, _ = case((rows, 64), 32)
     operands = a, a_scale, gate, gate_scale[:1], None, up, up_scale[1:2], None
     assert_float_close(run(*operands, "silu", None, torch.float16), *exact(*operands, "silu"))
 
 
-def test_parts_of_one_weight(run, case):
-    apart, packed = case((80, 64), 48), case((80, 64), 48, packed=True)
+@pytest.mark.parametrize("rows", [80, 8])
+def test_parts_of_one_weight(run, case, rows):
+    apart, packed = case((rows, 64), 48), case((rows, 64), 48, packed=True)
     assert torch.equal(run(*apart, "gelu", None, torch.float16), run(*packed, "gelu", None, torch.float16))
 
 
-def test_strided_and_empty(run, case):
-    a, a_scale, *rest = case((2, 80, 64), 48)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [80, 7])
+def test_strided_and_empty(run, case, rows, dtype):
+    a, a_scale, *rest = case((2, rows, 64), 48)
+    rest = [*rest, "silu", None, dtype]
     wide = torch.cat([a, a], -1)[..., 64:]
-    assert torch.equal(run(wide, a_scale, *rest, "silu"), run(a, a_scale, *rest, "silu"))
-    assert torch.equal(run(a.mT.contiguous().mT, a_scale, *rest, "silu"), run(a, a_scale, *rest, "silu"))
-    assert run(a[:0], a_scale[:0], *rest, "silu").shape == (0, 80, 48)
+    assert torch.equal(run(wide, a_scale, *rest), run(a, a_scale, *rest))
+    transposed = run(a.mT.contiguous().mT, a_scale, *rest)  # two linears, whose float32 results are multiplied
+    torch.testing.assert_close(transposed, run(a, a_scale, *rest))
+    assert run(a[:0], a_scale[:0], *rest).shape == (0, rows, 48)
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 64, 65])
+def test_one_kernel_for_few_rows(monkeypatch, m):
+    """Of 16 bits and of INT8; float32 has the accuracy of two linears."""
+    a, *rest = make_case(torch.device("cpu"), (m, 64), 48)
+    x = Int8GatedLinearArguments(a, *rest, "silu", None, torch.float16)
+    monkeypatch.setattr(gated, "chip_of", lambda device: ((8, 9), 142))
+    found = gated.tile_of(x, x.empty_result(), torch.device("cuda"))
+    assert (found is not None) == (m <= 64)
+    assert found is None or (found.block_m >= m and found.block_n == 16 and found.parts == 1)
+    x = x._replace(out_dtype=torch.float32)
+    assert gated.tile_of(x, x.empty_result(), torch.device("cuda")) is None
 
 
 @pytest.mark.gpu
@@ -143,8 +164,9 @@ def test_every_tile_on_hopper(shape, n, tile, int8):
 
 @pytest.mark.gpu
 @on_hopper
-def test_a_call_on_hopper_is_one_kernel():
-    operands = make_case(torch.device("cuda"), (1024, 2048), 1152)
+@pytest.mark.parametrize("rows", [1024, 64, 16, 1])
+def test_a_call_on_hopper_is_one_kernel(rows):
+    operands = make_case(torch.device("cuda"), (rows, 2048), 1152)
     run = partial(INT8_GATED_LINEAR.cuda, *operands, "silu", None, torch.float16)
     run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
