@@ -64,6 +64,9 @@ def slices(y):
     return y[..., :48], y[..., 48:]
 
 
+ROWS_OF_A_TILE = gate_linears._ROWS_OF_A_TILE  # before tests change it
+
+
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch):
     """Whatever the device and the number of rows, one kernel pays."""
@@ -252,6 +255,13 @@ def test_two_large_linears_stay_apart(kind, gated, monkeypatch):
     model, x = half(Packed(chunk) if kind == "one" else Gated())
     gm = converted(model, x) if kind == "static" else model
     assert count(compiled(gm, x, "off" if kind == "static" else "int8_dynamic")[0], _gated) == gated
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(16, 0), (127, 0), (128, 1)])
+def test_rows_fill_a_tile(monkeypatch, rows, expected):
+    monkeypatch.setattr(gate_linears, "_ROWS_OF_A_TILE", ROWS_OF_A_TILE)
+    model, _ = half(Gated())
+    assert count(compiled(model, torch.randn(rows, 32).half())[0], _gated) == expected
 
 
 def test_few_rows_of_halves(monkeypatch):

@@ -278,3 +278,17 @@ def test_other_inputs_are_not_copied(monkeypatch, model, gpu):
     monkeypatch.setattr(expand_patch_embedding, "_is_on_gpu", lambda node: gpu)
     _, capture = captured(model.eval(), torch.randn(2, 3, 17, 17))
     assert read_copies(capture) == 0
+
+
+def test_parts_of_rows_are_not_copied(monkeypatch):
+    monkeypatch.setattr(expand_patch_embedding, "_is_on_gpu", lambda node: True)
+    stem, behind = nn.Conv2d(3, 8, 4, stride=4), nn.Conv2d(8, 8, 1)
+
+    def forward(x):
+        x = stem(x)
+        return behind(torch.split(x, 2, 2)[1]), behind(x[:, :, 1:]), behind(x[:1])
+
+    _, capture = captured(forward, torch.randn(2, 3, 16, 16))
+    convolutions = [node for node in capture.graphs[-1].graph.nodes if operation(node) == "conv2d"]
+    assert len(convolutions) == 3
+    assert not any(node.args[0].target is torch.ops.aten.clone.default for node in convolutions)
