@@ -61,6 +61,7 @@ def test_a_round_that_is_hardly_begun_takes_other_tiles(monkeypatch, shape, tile
         ((1576, 768, 768), (FLAT_160, FLAT_192)),
         ((2048, 1280, 5120), (WIDE_160,)),  # two rounds of 128 x 128, one of 128 x 160
         ((392, 6144, 2048), (WIDE_192,)),  # one round of 128 x 192
+        ((197, 3072, 1024), (PINGPONG._replace(block_n=64, num_stages=7),)),  # ViT-L, one image: 96 tiles
         ((2048, 4096, 1024), (PINGPONG,)),  # whole rounds
     ],
 )
