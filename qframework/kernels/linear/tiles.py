@@ -188,8 +188,7 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
 
 def gated_few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
     """As ``few_rows_tile`` for a gated linear: a tile has 16 columns of each of both weights, and all of K."""
-    tile = few_rows_tile(m, n, k, processors)
-    return tile._replace(block_n=16, block_k=min(tile.block_k, 256), parts=1)
+    return few_rows_tile(m, n, k, processors)._replace(block_n=16, parts=1)
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:

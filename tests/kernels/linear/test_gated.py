@@ -13,6 +13,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.linear import gated
 from qframework.kernels.linear.gated import INT8_GATED_LINEAR, Int8GatedLinearArguments
 from qframework.kernels.linear.tile import COOPERATIVE, PINGPONG
+from qframework.kernels.linear.tiles import gated_few_rows_tile
 from qframework.kernels.runtime.activation import ACTIVATIONS
 
 TILES = [PINGPONG, COOPERATIVE, PINGPONG._replace(block_n=64, num_stages=7)]
@@ -130,6 +131,23 @@ def test_one_kernel_for_few_rows(monkeypatch, m):
     assert found is None or (found.block_m >= m and found.block_n == 16 and found.parts == 1)
     x = x._replace(out_dtype=torch.float32)
     assert gated.tile_of(x, x.empty_result(), torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("moved", ["", "gate", "up"])
+def test_only_weights_at_multiples_of_16_bytes_are_prefetched(moved):
+    a, a_scale, gate, gate_scale, _, up, up_scale, _ = make_case(torch.device("cpu"), (3, 256), 32)
+
+    def place(weight, name):
+        return torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(32, 256) if name == moved else weight
+
+    weights = place(gate, "gate"), place(up, "up")
+    x = Int8GatedLinearArguments(
+        a, a_scale, weights[0], gate_scale, None, weights[1], up_scale, None, "silu", None, torch.float16
+    )
+    tile = gated_few_rows_tile(3, 32, 256, 132)
+    assert tile.ahead == 256
+    call = gated._call(x, x.empty_result(), a.device, tile)
+    assert call.constants["AHEAD"] == (0 if moved else 256)
 
 
 @pytest.mark.gpu

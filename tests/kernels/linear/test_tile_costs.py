@@ -90,7 +90,7 @@ def test_operands_that_tma_cannot_read_take_pointers():
 
 
 @pytest.mark.parametrize(
-    "shape", [(65, 8192, 2048), (100, 3072, 768), (127, 768, 3072), (150, 5120, 5120), (900, 100, 512)]
+    "shape", [(65, 8192, 2048), (100, 3072, 768), (127, 768, 3072), (150, 5120, 5120), (6000, 150, 512)]
 )
 def test_matrices_fill_the_tiles_that_tma_loads(shape):
     m, n, k = shape
