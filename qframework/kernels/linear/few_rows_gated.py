@@ -6,19 +6,16 @@ memory, and the rows of ``a`` are read once for both.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from qframework.kernels.linear.epilogue import (
-    EpilogueForm,
     before_gate,
     finish_gated,
     fold_columns,
     load_columns,
     load_rows,
 )
-from qframework.kernels.linear.few_rows import CHUNK, prefetch
-from qframework.kernels.linear.tile import FewRowsTile
+from qframework.kernels.linear.few_rows import prefetch
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -109,29 +106,3 @@ def _int8_gated_few_rows_kernel(
 
 
 kernel: Any = _int8_gated_few_rows_kernel
-
-
-def constants_of(
-    tile: FewRowsTile, k: int, strides: tuple[int, ...], epilogue: EpilogueForm, prefetches: bool
-) -> dict[str, Any]:
-    """The compile-time constants and options of a launch.
-
-    Args:
-        tile: with one part.
-        k: the inner size.
-        strides: bytes between rows of ``a`` and of both weights.
-        epilogue: what the kernel is compiled for.
-        prefetches: whether both weights begin at multiples of 16 bytes.
-    """
-    aligned = math.gcd(16, k, *strides)
-    return {
-        "EPILOGUE": epilogue,
-        "ALIGNED": aligned,
-        "EVEN_K": k % tile.block_k == 0,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "AHEAD": tile.ahead if prefetches and aligned == 16 and k >= CHUNK else 0,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }

@@ -13,6 +13,7 @@ to float32, and where TMA cannot address an operand, two calls of ``int8_linear`
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.cpu import int8_linear_cpu
 from qframework.kernels.linear.epilogue import EpilogueForm
 from qframework.kernels.linear.launch import (
+    few_rows_constants,
     int8_linear_triton,
     rows_apart,
     tile_constants,
@@ -180,8 +182,14 @@ def _call(x: Int8GatedLinearArguments, out: Tensor, device: torch.device, tile: 
     )
     strides = tuple(rows_apart(operand) or 0 for operand in (x.a, x.gate, x.up))
     if isinstance(tile, FewRowsTile):
-        prefetches = (x.gate.data_ptr() | x.up.data_ptr()) % 16 == 0
-        constants = few_rows_gated.constants_of(tile, k, strides, epilogue, prefetches)
+        aligned = math.gcd(16, k, *strides)
+        prefetch = aligned == 16 and (x.gate.data_ptr() | x.up.data_ptr()) % 16 == 0
+        constants = {
+            "EPILOGUE": epilogue,
+            **few_rows_constants(tile, k, aligned, prefetch),
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
         arguments = (*_pointers(x, x.a, x.gate, x.up, out), *sizes, *strides)
         return _Call(few_rows_gated.kernel, (cdiv(n, tile.block_n), 1, 1), arguments, constants)
     columns = tile.block_n // 2

@@ -148,6 +148,7 @@ def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, stri
     constants = {
         "EPILOGUE": epilogue,
         **few_rows_constants(tile, k, aligned, prefetch=aligned == 16 and x.b.data_ptr() % 16 == 0),
+        "PARTS": parts,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -167,9 +168,10 @@ ADDED_TILE = (4, 128)  # rows and columns of the result for which one program ad
 
 
 def few_rows_constants(tile: FewRowsTile, k: int, aligned: int, prefetch: bool) -> dict[str, Any]:
-    """The compile-time constants of the kernel for few rows, in the order of its parameters.
+    """The compile-time constants that ``int8_linear`` and ``int8_gated_linear`` of few rows share.
 
-    ``aligned`` divides K and the strides of a and b; ``prefetch`` is whether rows of b begin at multiples of 16 bytes.
+    ``aligned`` divides K and the strides of all matrices; ``prefetch`` is whether rows of weights begin at multiples of
+    16 bytes.
     """
     return {
         "ALIGNED": aligned,
@@ -177,7 +179,6 @@ def few_rows_constants(tile: FewRowsTile, k: int, aligned: int, prefetch: bool) 
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
-        "PARTS": tile.parts,
         "AHEAD": tile.ahead if prefetch and k >= CHUNK else 0,
     }
 

@@ -104,7 +104,10 @@ def fastest_tile(m: int, n: int, k: int, processors: int, tma: bool = True) -> T
 
 
 def _usable(m: int, n: int, tma: bool = True) -> list[Tile]:
-    """Tiles that read operands by pointers, and by TMA those that the matrix fills (see ``first_inside``)."""
+    """Tiles whose operands are read by pointers, and those by TMA that are no larger than the matrix.
+
+    Rows past its end take long (``first_inside`` in triton.py).
+    """
     return [tile for tile in COSTS if not tile.tma or (tma and tile.block_m <= m and tile.block_n <= n)]
 
 

@@ -82,10 +82,10 @@ def place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.
 
 @triton.jit
 def first_inside(start, size, block: tl.constexpr):
-    """The last tile begins where it ends with the matrix, and computes again what the one before it does.
+    """The first row or column of a tile, moved back where the tile would end past the matrix.
 
-    Rows past the end are no work less: TMA takes longer for those that it fills with zeros than for others, and the
-    whole chip waits (``other/2026-11-30-h200-rows-past-the-end.json``).
+    That tile computes some results of the one before it again. Rows past the end would cost more: TMA fills them with
+    zeros, which slows down the whole chip (``other/2026-11-30-h200-rows-past-the-end.json``).
     """
     return tl.minimum(start, tl.maximum(size - block, 0))
 

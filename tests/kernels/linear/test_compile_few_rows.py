@@ -34,7 +34,8 @@ def out_of(epilogue: str) -> str:
 def compile_product(chip: str, tile: FewRowsTile, epilogue: str, k: int = 2048):
     """With an inner size of ``k`` and rows that are next to each other."""
     types = types_of(out_of(epilogue) if tile.parts == 1 else "*i32", a="*i8", b="*i8")
-    constants = {"EPILOGUE": EPILOGUES[epilogue], **few_rows_constants(tile, k, math.gcd(16, k), k % 16 == 0)}
+    constants = {"EPILOGUE": EPILOGUES[epilogue], "PARTS": tile.parts}
+    constants |= few_rows_constants(tile, k, math.gcd(16, k), k % 16 == 0)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     even = k % 16 == 0
     return compile_for(
@@ -92,8 +93,8 @@ def test_gated(chip, linear, out, rows, tmp_path):
     n, k = linear
     epilogue = EpilogueForm("row", True, "silu", False, out_scale="none" if out == "*fp16" else "tensor")
     tile = gated_few_rows_tile(rows, n, k, 108)
-    constants = few_rows_gated.constants_of(tile, k, (k, k, k), epilogue, True)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"EPILOGUE": epilogue, **few_rows_constants(tile, k, math.gcd(16, k), k % 16 == 0)}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     sizes = dict.fromkeys(("M", "N", "K", "PA", "stride_am", "stride_gate", "stride_up"), "i32")
     weights = {f"{each}{part}_ptr": kind for each in ("gate", "up") for part, kind in OF_WEIGHTS.items()}
     types = {"a_ptr": "*i8", "a_scale_ptr": "*fp32", **weights, "out_scale_ptr": "*fp32", "zero_point_ptr": "*i32"}
